@@ -12,15 +12,15 @@ from overrides import overrides
 
 from allennlp_deepspeed import lora as adapters
 from allennlp_deepspeed.language_modeling import packing, pretrained
+from allennlp_deepspeed.language_modeling.attention_check import check_attention
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import (
     IGNORED,
     TokenLosses,
     chunked_cross_entropy,
-    whole_cross_entropy,
+    unchunked_cross_entropy,
 )
 from allennlp_deepspeed.language_modeling.end_tokens import set_end_tokens
-from allennlp_deepspeed.language_modeling.output_head import output_head
-from allennlp_deepspeed.language_modeling.probes import check_sight
+from allennlp_deepspeed.language_modeling.output_head import find_output_head
 from allennlp_deepspeed.language_modeling.token_loss_model import SequenceSharing, TokenLossModel
 from allennlp_deepspeed.language_modeling.token_metrics import TokenMetrics
 from allennlp_deepspeed.meta_model import is_without_weights
@@ -120,7 +120,7 @@ class CausalLM(TokenLossModel):
                 f"'model.loss_chunk_size' is {loss_chunk_size}: give a number of tokens that is "
                 "at least 1, 1024 for example."
             )
-        self.transformer = pretrained.transformer(
+        self.transformer = pretrained.load_transformer(
             model_name,
             config,
             transformer_kwargs or {},
@@ -128,14 +128,16 @@ class CausalLM(TokenLossModel):
             serialization_dir=self.serialization_dir,
         )
         _check_causal(self.transformer)
-        its_tokenizer = pretrained.tokenizer_to_save(tokenizer, model_name, self.serialization_dir)
+        loaded_tokenizer = pretrained.tokenizer_to_save(
+            tokenizer, model_name, self.serialization_dir
+        )
         if resize_embeddings:
-            self._resize_embeddings(its_tokenizer, lora)
-        if its_tokenizer is not None:
-            set_end_tokens(self.transformer, its_tokenizer)
-        pretrained.save(self.serialization_dir, self.transformer, its_tokenizer)
+            self._resize_embeddings(loaded_tokenizer, lora)
+        if loaded_tokenizer is not None:
+            set_end_tokens(self.transformer, loaded_tokenizer)
+        pretrained.save(self.serialization_dir, self.transformer, loaded_tokenizer)
         pretrained.compare_examples(self.serialization_dir, self.transformer)
-        self._output_head = output_head(self.transformer)
+        self._output_head = find_output_head(self.transformer)
         self._router_loss_factor = _router_loss_factor(
             self.transformer, has_output_head=self._output_head is not None
         )
@@ -151,7 +153,7 @@ class CausalLM(TokenLossModel):
             if load_weights and not is_without_weights():
                 adapters.check_not_shared(self.transformer)
         # Whether batches of single examples and packed batches have been checked.
-        self._checked_sights: Set[bool] = set()
+        self._checked_packing: Set[bool] = set()
         self._loss_chunk_size = loss_chunk_size
         self._metrics = TokenMetrics()
 
@@ -212,7 +214,7 @@ class CausalLM(TokenLossModel):
         targets = self._targets(labels)
         if self._output_head is None:
             outputs = self._call(self.transformer, inputs)
-            losses = whole_cross_entropy(outputs.logits, targets)
+            losses = unchunked_cross_entropy(outputs.logits, targets)
         else:
             outputs = self._call(self._output_head.backbone(self.transformer), inputs)
             losses = self._token_losses(outputs.last_hidden_state, targets)
@@ -244,31 +246,31 @@ class CausalLM(TokenLossModel):
         return self._router_loss_factor * loss
 
     def _resize_embeddings(
-        self, its_tokenizer: Optional["PreTrainedTokenizerBase"], lora: Optional[Dict[str, Any]]
+        self, loaded_tokenizer: Optional["PreTrainedTokenizerBase"], lora: Optional[Dict[str, Any]]
     ) -> None:
         if lora is not None:
             raise ConfigurationError(
                 "'model.resize_embeddings' is true, but 'model.lora' would never train the new "
                 "embeddings: train without adapters, or resize and train the embeddings before."
             )
-        if its_tokenizer is None:
-            its_tokenizer = pretrained.saved_tokenizer(self.serialization_dir)
-        if its_tokenizer is not None:
-            pretrained.resize_embeddings(self.transformer, its_tokenizer)
+        if loaded_tokenizer is None:
+            loaded_tokenizer = pretrained.saved_tokenizer(self.serialization_dir)
+        if loaded_tokenizer is not None:
+            pretrained.resize_embeddings(self.transformer, loaded_tokenizer)
 
     def _call(self, module: torch.nn.Module, inputs: Dict[str, Any]) -> Any:
         """Returns the outputs of the transformer, or a part of it, checking its attention first."""
         if self.sequence_sharing is not None:
-            return self._call_with_own_part(self.sequence_sharing, module, inputs)
+            return self._call_on_own_part(self.sequence_sharing, module, inputs)
         is_packed = "position_ids" in inputs
         if is_packed:
             packing.check_batch(self.transformer, inputs["input_ids"].size(0))
-        if is_packed not in self._checked_sights:
-            check_sight(module, self.transformer, is_packed)
-            self._checked_sights.add(is_packed)
+        if is_packed not in self._checked_packing:
+            check_attention(module, self.transformer, is_packed)
+            self._checked_packing.add(is_packed)
         return module(**inputs)
 
-    def _call_with_own_part(
+    def _call_on_own_part(
         self, sharing: SequenceSharing, module: torch.nn.Module, inputs: Dict[str, Any]
     ) -> Any:
         """Returns the outputs for this rank's part of the sequences."""

@@ -150,9 +150,9 @@ class CausalLMPredictor(Predictor):
     def _prompt(self, inputs: JsonDict) -> List[int]:
         given = inputs.get("messages", inputs.get("prompt", inputs.get("text")))
         if isinstance(given, list):
-            tokens = self._example_tokenizer.of_messages(_conversation(given, inputs))
+            tokens = self._example_tokenizer.tokenize_messages(_conversation(given, inputs))
         elif isinstance(given, str):
-            tokens = self._example_tokenizer.of_prompt(given)
+            tokens = self._example_tokenizer.tokenize_prompt(given)
         else:
             raise ConfigurationError(f"Expected {_INPUTS}, and not {inputs!r}.")
         if not tokens:

@@ -104,7 +104,7 @@ class CausalLMReader(DatasetReader):
                 "'pack' of the reader is true, but 'max_length' isn't given: write how many "
                 'tokens a sequence is to have, "max_length": 1024 for example.'
             )
-        self.tokenizer = pretrained.reader_tokenizer(
+        self.tokenizer = pretrained.load_reader_tokenizer(
             tokenizer, tokenizer_kwargs or {}, self.serialization_dir
         )
         self.example_tokenizer = ExampleTokenizer(
@@ -231,12 +231,12 @@ class CausalLMReader(DatasetReader):
             kwargs = to_template_kwargs(**template_kwargs)
             prompt_length = 0 if prompt is None else len(prompt)
             conversation = Conversation(messages, kwargs, prompt_length)
-            return self.example_tokenizer.of_conversation(conversation)
+            return self.example_tokenizer.tokenize_conversation(conversation)
         if isinstance(prompt, str) and isinstance(response, str):
-            return self.example_tokenizer.of_response(prompt, response)
+            return self.example_tokenizer.tokenize_response(prompt, response)
         if text is None:
             raise ConfigurationError(f"Give one of {_FORMS}.")
-        return self.example_tokenizer.of_text(text)
+        return self.example_tokenizer.tokenize_text(text)
 
     def _cut(self, example: Example, counts: "_Counts") -> Example:
         input_ids, labels = (values[: self._max_length] for values in example)

@@ -68,14 +68,14 @@ def chunked_cross_entropy(
     linear: Any = output_layer
     is_plain = type(output_layer) is torch.nn.Linear and "forward" not in vars(output_layer)
 
-    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
         logits = forward(hidden)
         return logits if adjust is None else adjust(logits)
 
-    def one_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
-        return whole_cross_entropy(logits_of(hidden), targets)
+    def compute_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
+        return unchunked_cross_entropy(compute_logits(hidden), targets)
 
-    def by_library(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
+    def compute_with_pytorch(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
         total = functional.linear_cross_entropy(
             hidden,
             linear.weight,
@@ -90,22 +90,24 @@ def chunked_cross_entropy(
             num_correct = sum((forward(states).argmax(-1) == ids).sum() for states, ids in pairs)
         return TokenLosses(total, num_correct, (targets != IGNORED).sum())
 
-    def all_chunks(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
-        compute = one_chunk
+    def compute_all_chunks(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
+        compute = compute_chunk
         if torch.is_grad_enabled():
-            if adjust is None and is_plain and _is_for_library(output_layer, hidden):
-                return by_library(hidden, targets)
+            if adjust is None and is_plain and _is_supported_by_pytorch(output_layer, hidden):
+                return compute_with_pytorch(hidden, targets)
             # Nothing in it is random.
-            compute = partial(checkpoint, one_chunk, use_reentrant=False, preserve_rng_state=False)
+            compute = partial(
+                checkpoint, compute_chunk, use_reentrant=False, preserve_rng_state=False
+            )
         pairs = zip(hidden.split(chunk_size), targets.split(chunk_size))
         chunks = [compute(*pair) for pair in pairs]
         return TokenLosses(*(torch.stack(values).sum() for values in zip(*chunks)))
 
-    with mock.patch.object(output_layer, "forward", all_chunks):
+    with mock.patch.object(output_layer, "forward", compute_all_chunks):
         return TokenLosses(*output_layer(hidden.flatten(0, 1), targets.flatten()))
 
 
-def _is_for_library(output_layer: torch.nn.Module, hidden: torch.Tensor) -> bool:
+def _is_supported_by_pytorch(output_layer: torch.nn.Module, hidden: torch.Tensor) -> bool:
     """
     Returns whether PyTorch has the function (since 2.13) and computes the same as this module.
     """
@@ -118,7 +120,7 @@ def _is_for_library(output_layer: torch.nn.Module, hidden: torch.Tensor) -> bool
     )
 
 
-def whole_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
+def unchunked_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
     """
     Computes the losses of all logits at once.
 

@@ -46,7 +46,7 @@ class Conversation(NamedTuple):
     template_kwargs: Dict[str, Any] = {}
     prompt_length: int = 0
 
-    def first(self, length: int) -> "Conversation":
+    def truncate(self, length: int) -> "Conversation":
         """Returns the conversation of the first `length` messages."""
         return self._replace(messages=self.messages[:length])
 
@@ -100,25 +100,25 @@ class ExampleTokenizer:
         self._adds_end = _adds_end(tokenizer)
         self._has_warned = False
 
-    def of_text(self, text: str) -> Example:
+    def tokenize_text(self, text: str) -> Example:
         """Tokenizes a text and the end-of-sequence token."""
-        tokens, _ = self._encode(self._ended(text))
+        tokens, _ = self._encode(self._with_end_token(text))
         return self._example(tokens, [not self._only_responses] * len(tokens))
 
-    def of_response(self, prompt: str, response: str) -> Example:
+    def tokenize_response(self, prompt: str, response: str) -> Example:
         """
         Tokenizes a prompt and its response as one text. A token that has characters of both is a
         token of the response.
         """
-        text = prompt + self._ended(response)
+        text = prompt + self._with_end_token(response)
         tokens, spans = self._encode(text)
         if self._tokenizer.is_fast:
-            return self._example(tokens, _within(spans, [(len(prompt), len(text))]))
-        pairs = zip(tokens, self.of_prompt(prompt))
+            return self._example(tokens, _overlaps(spans, [(len(prompt), len(text))]))
+        pairs = zip(tokens, self.tokenize_prompt(prompt))
         num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return self._example(tokens, [i >= num_shared for i in range(len(tokens))])
 
-    def of_conversation(self, conversation: Conversation) -> Example:
+    def tokenize_conversation(self, conversation: Conversation) -> Example:
         """
         Tokenizes a conversation formatted by the tokenizer's chat template. Responses are the text
         between the template's `{% generation %}` marks. In a template without marks they are the
@@ -140,13 +140,13 @@ class ExampleTokenizer:
                 "token is made of, so that responses can't be told from what is between them: give "
                 "'prompt' and 'response', or write \"loss_on\": \"all\"."
             )
-        return self._example(tokens, _within(spans, self._responses(text, conversation)))
+        return self._example(tokens, _overlaps(spans, self._find_responses(text, conversation)))
 
-    def of_prompt(self, prompt: str) -> List[int]:
+    def tokenize_prompt(self, prompt: str) -> List[int]:
         """Tokenizes a prompt for which a response is to be generated."""
         return self._encode(prompt)[0]
 
-    def of_messages(self, conversation: Conversation) -> List[int]:
+    def tokenize_messages(self, conversation: Conversation) -> List[int]:
         """Tokenizes a conversation for which a response is to be generated."""
         text = self.render(conversation, add_generation_prompt=True)
         return self._encode(text, add_special_tokens=False)[0]
@@ -168,13 +168,13 @@ class ExampleTokenizer:
                 f"The tokenizer's chat template refuses the messages {messages!r}: {error}"
             ) from error
 
-    def _responses(self, text: str, conversation: Conversation) -> List[Span]:
+    def _find_responses(self, text: str, conversation: Conversation) -> List[Span]:
         """Finds the responses in a rendered conversation."""
         messages, kwargs, prompt_length = conversation
         template = self._tokenizer.get_chat_template(None, kwargs.get("tools"))
         if not _GENERATION_MARK.search(template):
             return [
-                self._response(text, conversation, i)
+                self._find_response(text, conversation, i)
                 for i, message in enumerate(messages)
                 if i >= prompt_length and message.get("role") == "assistant"
             ]
@@ -187,10 +187,12 @@ class ExampleTokenizer:
             **{**self._tokenizer.special_tokens_map, **kwargs},
         )
         _, (marked,) = rendered
-        prompt = self.render(conversation.first(prompt_length)) if prompt_length else ""
-        return [(start, end) for start, end in marked if start >= _num_shared(prompt, text)]
+        prompt = self.render(conversation.truncate(prompt_length)) if prompt_length else ""
+        return [
+            (start, end) for start, end in marked if start >= _common_prefix_length(prompt, text)
+        ]
 
-    def _response(self, text: str, conversation: Conversation, index: int) -> Span:
+    def _find_response(self, text: str, conversation: Conversation, index: int) -> Span:
         """Finds the message with this index in a rendered conversation."""
         if index == 0:
             raise ConfigurationError(
@@ -198,13 +200,13 @@ class ExampleTokenizer:
                 'begin with a message whose \'role\' is "user" or "system", or write "loss_on": '
                 '"all".'
             )
-        prompt = self.render(conversation.first(index), add_generation_prompt=True)
-        until = self.render(conversation.first(index + 1))
+        prompt = self.render(conversation.truncate(index), add_generation_prompt=True)
+        until = self.render(conversation.truncate(index + 1))
         if text.startswith(until) and until.startswith(prompt):
             return len(prompt), len(until)
-        return self._response_by_content(text, conversation, index, prompt, until)
+        return self._find_response_by_content(text, conversation, index, prompt, until)
 
-    def _response_by_content(
+    def _find_response_by_content(
         self, text: str, conversation: Conversation, index: int, prompt: str, until: str
     ) -> Span:
         """
@@ -212,17 +214,17 @@ class ExampleTokenizer:
         thinking, or adds a generation prompt that isn't in the text.
         """
         content = conversation.messages[index].get("content") or ""
-        history = self.render(conversation.first(index))
+        history = self.render(conversation.truncate(index))
         if isinstance(content, str) and text.startswith(history):
             probed = conversation.with_content(index, content + PROBE)
             probed_text = self.render(probed)
-            end = _num_shared(text, probed_text)
-            ending = until[_num_shared(until, self.render(probed.first(index + 1))) :]
+            end = _common_prefix_length(text, probed_text)
+            ending = until[_common_prefix_length(until, self.render(probed.truncate(index + 1))) :]
             if probed_text != text and text.startswith(ending, end):
-                start = _num_shared(text, prompt)
+                start = _common_prefix_length(text, prompt)
                 if start < len(prompt):
                     probed = conversation.with_content(index, PROBE + content)
-                    start = min(start, _num_shared(text, self.render(probed)))
+                    start = min(start, _common_prefix_length(text, self.render(probed)))
                     self._warn_of_prompt(prompt[start:])
                 return start, end + len(ending)
         raise ConfigurationError(
@@ -256,7 +258,7 @@ class ExampleTokenizer:
             return tokens[:-1], spans[:-1]
         return tokens, spans
 
-    def _ended(self, text: str) -> str:
+    def _with_end_token(self, text: str) -> str:
         end = self._tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
@@ -274,11 +276,11 @@ def _adds_end(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id] != last
 
 
-def _within(spans: Sequence[Span], wanted: Sequence[Span]) -> List[bool]:
+def _overlaps(spans: Sequence[Span], wanted: Sequence[Span]) -> List[bool]:
     """Returns for each of `spans` whether it shares a character with one of `wanted`."""
     return [any(s < end and start < e for start, end in wanted) for s, e in spans]
 
 
-def _num_shared(first: str, second: str) -> int:
+def _common_prefix_length(first: str, second: str) -> int:
     """Returns the length of the longest common prefix."""
     return len(os.path.commonprefix([first, second]))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ModelSizes(NamedTuple):
+class ModelLimits(NamedTuple):
     """
     Sizes of a model that limit examples.
 
@@ -35,7 +35,7 @@ class ModelSizes(NamedTuple):
     has_position_table: bool = False
 
     @classmethod
-    def of(cls, transformer: "PreTrainedModel") -> "ModelSizes":
+    def from_model(cls, transformer: "PreTrainedModel") -> "ModelLimits":
         """Returns the sizes of a model without adapters."""
         config, embeddings = (
             transformer.config.get_text_config(),
@@ -61,7 +61,7 @@ class ExampleSizes:
     def __init__(self) -> None:
         self._largest: Optional[_Example] = None
         self._longest: Optional[_Example] = None
-        self._model_sizes: Optional[ModelSizes] = None
+        self._model_limits: Optional[ModelLimits] = None
 
     def add(self, input_ids: List[int], line: Line) -> None:
         """
@@ -70,7 +70,7 @@ class ExampleSizes:
         # Raises
 
         `ConfigurationError`
-            If the model is known and the example exceeds its sizes.
+            If the model is known and the example exceeds its limits.
         """
         largest, length = max(input_ids, default=0), len(input_ids)
         if self._largest is None or largest > self._largest.size:
@@ -80,46 +80,46 @@ class ExampleSizes:
             self._longest = _Example(length, line)
             self._check_longest()
 
-    def compare(self, model_sizes: ModelSizes) -> None:
+    def compare(self, model_limits: ModelLimits) -> None:
         """
         Compares a model with the examples that have been read and will be read.
 
         # Raises
 
         `ConfigurationError`
-            If an example exceeds the model's sizes.
+            If an example exceeds the model's limits.
         """
-        self._model_sizes = model_sizes
+        self._model_limits = model_limits
         self._check_largest()
         self._check_longest()
 
     def _check_largest(self) -> None:
-        sizes, example = self._model_sizes, self._largest
-        if sizes is not None and example is not None and example.size >= sizes.num_embeddings:
+        limits, example = self._model_limits, self._largest
+        if limits is not None and example is not None and example.size >= limits.num_embeddings:
             raise example.line.error(
                 f"The tokenizer makes a token with the id {example.size} of it, but the model has "
-                f'embeddings for {sizes.num_embeddings} tokens: write "resize_embeddings": true '
+                f'embeddings for {limits.num_embeddings} tokens: write "resize_embeddings": true '
                 "into 'model', or the tokenizer of the model as 'tokenizer' of the reader."
             )
 
     def _check_longest(self) -> None:
-        sizes, example = self._model_sizes, self._longest
-        if sizes is None or example is None or sizes.num_positions is None:
+        limits, example = self._model_limits, self._longest
+        if limits is None or example is None or limits.num_positions is None:
             return
-        if example.size > sizes.num_positions and sizes.has_position_table:
+        if example.size > limits.num_positions and limits.has_position_table:
             raise example.line.error(
-                f"The example has {example.size} tokens, but the model has {sizes.num_positions} "
-                f'positions: write "max_length": {sizes.num_positions} into the reader, or use '
+                f"The example has {example.size} tokens, but the model has {limits.num_positions} "
+                f'positions: write "max_length": {limits.num_positions} into the reader, or use '
                 "another model."
             )
-        if example.size > sizes.num_positions:
+        if example.size > limits.num_positions:
             logger.warning(
                 "%s, line %d has %d tokens, but 'max_position_embeddings' of the model is %d: what "
                 "it makes of the positions beyond it nobody has trained.",
                 example.line.file_path,
                 example.line.number,
                 example.size,
-                sizes.num_positions,
+                limits.num_positions,
             )
 
 

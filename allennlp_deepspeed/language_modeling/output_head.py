@@ -81,7 +81,7 @@ class _States(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-def output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
+def find_output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
     """
     Finds how a model computes logits from hidden states by running it on probe values. No weight is
     read.
@@ -105,7 +105,7 @@ def output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
         if backbone is transformer:
             continue
         try:
-            results = _applied(transformer, backbone, output_layer, values)
+            results = _logits_for(transformer, backbone, output_layer, values)
         except Exception as error:
             # Any error of a model that does more with its layers than to call them.
             logger.debug("%s: %s", type(transformer).__name__, error)
@@ -120,7 +120,7 @@ def output_head(transformer: "PreTrainedModel") -> Optional[OutputHead]:
 
 
 @torch.no_grad()
-def _applied(
+def _logits_for(
     transformer: "PreTrainedModel",
     backbone: torch.nn.Module,
     output_layer: torch.nn.Module,

@@ -29,7 +29,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed.config.keys import did_you_mean
-from allennlp_deepspeed.language_modeling.example_sizes import ExampleSizes, ModelSizes
+from allennlp_deepspeed.language_modeling.example_sizes import ExampleSizes, ModelLimits
 from allennlp_deepspeed.meta_model import is_without_weights
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _SAVED = os.path.join("vocabulary", ".transformer")
 _SOURCE = "source.json"
 
 # Arguments about the location of a tokenizer's files, which don't apply to saved ones.
-_OF_FILES = (
+_FILE_ARGUMENTS = (
     "cache_dir",
     "force_download",
     "gguf_file",
@@ -57,7 +57,7 @@ _OF_FILES = (
 )
 
 # The arguments of `from_pretrained` that `from_config` accepts; others are about files.
-_OF_CONFIG = ("attn_implementation", "dtype", "trust_remote_code")
+_CONFIG_ARGUMENTS = ("attn_implementation", "dtype", "trust_remote_code")
 
 VERSION = transformers.__version__
 
@@ -66,7 +66,7 @@ _MODELS = "https://huggingface.co/docs/transformers"
 Directory = Union[str, os.PathLike, None]
 
 
-def transformer(
+def load_transformer(
     model_name: Optional[str],
     config: Optional[Dict[str, Any]],
     arguments: Dict[str, Any],
@@ -101,11 +101,11 @@ def transformer(
     saved = saved_files(serialization_dir, "config.json")
     try:
         if load_weights and config is None:
-            name, of_file = _name_and_file(model_name)
+            name, file_argument = _name_and_file(model_name)
             pretrained = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **of_file, **arguments
+                name, **file_argument, **arguments
             )
-            return _unmarked(pretrained) if of_file else pretrained
+            return _remove_quantization_marks(pretrained) if file_argument else pretrained
         if saved is not None and not load_weights:
             loaded = transformers.AutoConfig.from_pretrained(saved)
             # Adapters store the model's name, not the directory it was saved in.
@@ -115,10 +115,14 @@ def transformer(
             # class is for another tokenizer.
             loaded = transformers.AutoConfig.for_model(**{"eos_token_id": None, **config})
         else:
-            name, of_file = _name_and_file(model_name)
-            of_files = {k: v for k, v in arguments.items() if k != "dtype"}
-            loaded = transformers.AutoConfig.from_pretrained(name, **of_file, **of_files)
-        arguments = {k: v for k, v in arguments.items() if config is not None or k in _OF_CONFIG}
+            name, file_argument = _name_and_file(model_name)
+            file_arguments = {k: v for k, v in arguments.items() if k != "dtype"}
+            loaded = transformers.AutoConfig.from_pretrained(
+                name, **file_argument, **file_arguments
+            )
+        arguments = {
+            k: v for k, v in arguments.items() if config is not None or k in _CONFIG_ARGUMENTS
+        }
         constructed = transformers.AutoModelForCausalLM.from_config(loaded, **arguments)
     except (ImportError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         key = "config" if model_name is None else "model_name"
@@ -131,7 +135,7 @@ def transformer(
     return constructed
 
 
-def tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
     """
     Loads a tokenizer.
 
@@ -148,10 +152,10 @@ def tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
         If there is no such tokenizer.
     """
     try:
-        directory, of_file = _name_and_file(name)
+        directory, file_argument = _name_and_file(name)
         # A copy for each caller, since callers set attributes of it.
         return copy.deepcopy(
-            _loaded(directory, json.dumps({**of_file, **arguments}, sort_keys=True))
+            _load_cached(directory, json.dumps({**file_argument, **arguments}, sort_keys=True))
         )
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -159,7 +163,7 @@ def tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def reader_tokenizer(
+def load_reader_tokenizer(
     name: str, arguments: Dict[str, Any], serialization_dir: Directory
 ) -> PreTrainedTokenizerBase:
     """
@@ -169,9 +173,9 @@ def reader_tokenizer(
     # Parameters
 
     name : `str`, required.
-        As for `tokenizer`.
+        As for `load_tokenizer`.
     arguments : `Dict[str, Any]`, required.
-        As for `tokenizer`.
+        As for `load_tokenizer`.
     serialization_dir : `Union[str, PathLike]`, required.
 
     # Raises
@@ -182,20 +186,20 @@ def reader_tokenizer(
     """
     source = _Source(name, arguments)
     if saved_files(serialization_dir, "tokenizer_config.json"):
-        loaded = _saved_for(source, serialization_dir)
+        loaded = _load_saved_tokenizer(source, serialization_dir)
     else:
-        loaded = tokenizer(name, arguments)
+        loaded = load_tokenizer(name, arguments)
     if serialization_dir is not None:
-        its_directory = os.path.realpath(serialization_dir)
-        other = _of_reader(serialization_dir)
-        if other is not None and _what_tokens_depend_on(other) != _what_tokens_depend_on(loaded):
+        directory = os.path.realpath(serialization_dir)
+        other = _find_reader_tokenizer(serialization_dir)
+        if other is not None and _tokenization_state(other) != _tokenization_state(loaded):
             other_source = _readers[other].source
             raise ConfigurationError(
                 f"A reader has {source}, and another one {other_source}, which are different "
                 "tokenizers, and an archive has one: write the same 'tokenizer' and "
                 "'tokenizer_kwargs' into 'dataset_reader' and 'validation_dataset_reader'."
             )
-        _readers[loaded] = _Reader(its_directory, source, ExampleSizes())
+        _readers[loaded] = _Reader(directory, source, ExampleSizes())
     return loaded
 
 
@@ -220,18 +224,16 @@ def compare_examples(serialization_dir: Directory, transformer: "PreTrainedModel
     if serialization_dir is None:
         return
     for _, reader in _readers_of(serialization_dir):
-        reader.example_sizes.compare(ModelSizes.of(transformer))
+        reader.example_sizes.compare(ModelLimits.from_model(transformer))
 
 
-def resize_embeddings(
-    transformer: "PreTrainedModel", its_tokenizer: PreTrainedTokenizerBase
-) -> None:
+def resize_embeddings(transformer: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase) -> None:
     """
     Adds embeddings for all tokens of a tokenizer that the model has none for. They are initialized
     with the mean of the others, in the output layer too.
     """
-    num_tokens = 1 + max(its_tokenizer.get_vocab().values())
-    num_embeddings = ModelSizes.of(transformer).num_embeddings
+    num_tokens = 1 + max(tokenizer.get_vocab().values())
+    num_embeddings = ModelLimits.from_model(transformer).num_embeddings
     if num_tokens <= num_embeddings:
         return
     transformer.resize_token_embeddings(num_tokens, mean_resizing=False)
@@ -268,23 +270,23 @@ def tokenizer_to_save(
     """
     if serialization_dir is None or saved_files(serialization_dir, "config.json"):
         return None
-    of_reader = _of_reader(serialization_dir)
-    if of_reader is not None:
-        source = _readers[of_reader].source
+    reader_tokenizer = _find_reader_tokenizer(serialization_dir)
+    if reader_tokenizer is not None:
+        source = _readers[reader_tokenizer].source
         if name not in (None, source.name):
-            named = tokenizer(str(name), source.arguments)
-            if _what_tokens_depend_on(named) != _what_tokens_depend_on(of_reader):
+            named = load_tokenizer(str(name), source.arguments)
+            if _tokenization_state(named) != _tokenization_state(reader_tokenizer):
                 raise ConfigurationError(
                     f"'model.tokenizer' is '{name}', which isn't the reader's tokenizer, {source}: "
                     "leave 'model.tokenizer' out, and the reader's goes into the archive."
                 )
-        return of_reader
+        return reader_tokenizer
     if name is not None:
-        return tokenizer(name, {})
+        return load_tokenizer(name, {})
     if model_name is None:
         return None
     try:
-        return tokenizer(model_name, {})
+        return load_tokenizer(model_name, {})
     except ConfigurationError as error:
         logger.warning("The archive will be without a tokenizer: %s", error)
         return None
@@ -295,8 +297,8 @@ def saved_tokenizer(serialization_dir: Directory) -> Optional[PreTrainedTokenize
     directory = saved_files(serialization_dir, "tokenizer_config.json")
     if directory is None:
         return None
-    source = _source_of(directory)
-    return _from_directory(directory, {} if source is None else source.arguments)
+    source = _read_source(directory)
+    return _load_from_directory(directory, {} if source is None else source.arguments)
 
 
 class _Source(NamedTuple):
@@ -328,24 +330,24 @@ def _readers_of(serialization_dir: Directory) -> List[Tuple[PreTrainedTokenizerB
     return [item for item in list(_readers.items()) if item[1].serialization_dir == wanted]
 
 
-def _of_reader(serialization_dir: Directory) -> Optional[PreTrainedTokenizerBase]:
+def _find_reader_tokenizer(serialization_dir: Directory) -> Optional[PreTrainedTokenizerBase]:
     return next((each for each, _ in _readers_of(serialization_dir)), None)
 
 
-def _saved_for(source: _Source, serialization_dir: Directory) -> PreTrainedTokenizerBase:
+def _load_saved_tokenizer(source: _Source, serialization_dir: Directory) -> PreTrainedTokenizerBase:
     """Returns the saved tokenizer if this source produces the same tokens."""
     directory = saved_files(serialization_dir, "tokenizer_config.json")
     assert directory is not None
-    saved_source = _source_of(directory)
+    saved_source = _read_source(directory)
     if saved_source is None or saved_source == source:
-        return _from_directory(directory, source.arguments)
-    saved = _from_directory(directory, saved_source.arguments)
+        return _load_from_directory(directory, source.arguments)
+    saved = _load_from_directory(directory, saved_source.arguments)
     try:
-        wanted = tokenizer(*source)
+        wanted = load_tokenizer(*source)
     except ConfigurationError:
         # There is no such tokenizer where the archive is opened.
-        wanted = _from_directory(directory, source.arguments)
-    if _what_tokens_depend_on(wanted) != _what_tokens_depend_on(saved):
+        wanted = _load_from_directory(directory, source.arguments)
+    if _tokenization_state(wanted) != _tokenization_state(saved):
         raise ConfigurationError(
             f"The reader's tokenizer is {source}, but the model was trained with {saved_source}, "
             "which makes other tokens: write these values as 'tokenizer' and 'tokenizer_kwargs' of "
@@ -354,8 +356,8 @@ def _saved_for(source: _Source, serialization_dir: Directory) -> PreTrainedToken
     return saved
 
 
-def _from_directory(directory: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
-    arguments = {key: value for key, value in arguments.items() if key not in _OF_FILES}
+def _load_from_directory(directory: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:
+    arguments = {key: value for key, value in arguments.items() if key not in _FILE_ARGUMENTS}
     try:
         return transformers.AutoTokenizer.from_pretrained(directory, **arguments)
     except (ImportError, OSError, TypeError, ValueError) as error:
@@ -364,7 +366,7 @@ def _from_directory(directory: str, arguments: Dict[str, Any]) -> PreTrainedToke
         ) from error
 
 
-def _source_of(directory: str) -> Optional[_Source]:
+def _read_source(directory: str) -> Optional[_Source]:
     """
     Returns the source of a saved tokenizer, or `None` if it was saved before there was such a file,
     or without a reader.
@@ -376,7 +378,7 @@ def _source_of(directory: str) -> Optional[_Source]:
         return _Source(**json.load(file))
 
 
-def _save_tokenizer(directory: str, its_tokenizer: PreTrainedTokenizerBase) -> None:
+def _save_tokenizer(directory: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     Saves a tokenizer and its source.
 
@@ -385,15 +387,15 @@ def _save_tokenizer(directory: str, its_tokenizer: PreTrainedTokenizerBase) -> N
     `ConfigurationError`
         If loading it would return a different tokenizer.
     """
-    its_tokenizer.save_pretrained(directory)
-    reader = _readers.get(its_tokenizer)
+    tokenizer.save_pretrained(directory)
+    reader = _readers.get(tokenizer)
     if reader is None:
         return
     source = reader.source
     with open(os.path.join(directory, _SOURCE), "w") as file:
         json.dump(source._asdict(), file)
-    loaded = _from_directory(directory, source.arguments)
-    if _what_tokens_depend_on(loaded) != _what_tokens_depend_on(its_tokenizer):
+    loaded = _load_from_directory(directory, source.arguments)
+    if _tokenization_state(loaded) != _tokenization_state(tokenizer):
         raise ConfigurationError(
             f"The reader's tokenizer, {source}, becomes another one when it is saved and loaded, "
             "so that the archive would make other tokens: call its 'save_pretrained' with a "
@@ -401,23 +403,23 @@ def _save_tokenizer(directory: str, its_tokenizer: PreTrainedTokenizerBase) -> N
         )
 
 
-def _what_tokens_depend_on(a_tokenizer: PreTrainedTokenizerBase) -> Dict[str, Any]:
+def _tokenization_state(tokenizer: PreTrainedTokenizerBase) -> Dict[str, Any]:
     """
     Returns the state that determines a tokenizer's tokens, wherever the tokenizer was loaded from.
     """
-    backend = getattr(a_tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     state: Dict[str, Any] = (
-        a_tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+        tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     )
     if backend is not None:
         # Arguments of the last call.
         state.update(truncation=None, padding=None)
-    special = json.dumps(a_tokenizer.special_tokens_map, default=str, sort_keys=True)
-    return {"state": state, "special": special, "template": a_tokenizer.chat_template}
+    special = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
+    return {"state": state, "special": special, "template": tokenizer.chat_template}
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(name: str, arguments: str) -> PreTrainedTokenizerBase:
+def _load_cached(name: str, arguments: str) -> PreTrainedTokenizerBase:
     """
     Loads a tokenizer once for the reader and the model of a process: from a GGUF file it takes
     seconds.
@@ -428,7 +430,7 @@ def _loaded(name: str, arguments: str) -> PreTrainedTokenizerBase:
 def save(
     serialization_dir: Directory,
     model: "PreTrainedModel",
-    its_tokenizer: Optional[PreTrainedTokenizerBase],
+    tokenizer: Optional[PreTrainedTokenizerBase],
 ) -> None:
     """
     Saves a model's configuration and tokenizer unless they have been saved. Any rank, or all ranks,
@@ -453,8 +455,8 @@ def save(
         if model.generation_config is not None:
             # A model's file may contain values that newer releases of transformers refuse.
             model.generation_config.save_pretrained(unfinished)
-        if its_tokenizer is not None:
-            _save_tokenizer(unfinished, its_tokenizer)
+        if tokenizer is not None:
+            _save_tokenizer(unfinished, tokenizer)
         os.rename(unfinished, directory)
 
 
@@ -489,7 +491,7 @@ def _name_and_file(name: Optional[str]) -> Tuple[str, Dict[str, str]]:
     return directory or os.curdir, {"gguf_file": file}
 
 
-def _unmarked(model: "PreTrainedModel") -> "PreTrainedModel":
+def _remove_quantization_marks(model: "PreTrainedModel") -> "PreTrainedModel":
     """
     Removes the quantization attributes of a model from a GGUF file. Loading dequantizes its
     weights, but the model and its configuration are still marked as quantized.

@@ -83,7 +83,7 @@ def test_prompt_and_response_have_the_tokens_of_both_together(
     assert "".join(pieces).replace("▁", " ") == expected
     whole = {"text": prompt + response}
     assert tokens(reader, whole) == joint
-    assert reader.example_tokenizer.of_prompt(prompt) == tokenizer(prompt)["input_ids"]
+    assert reader.example_tokenizer.tokenize_prompt(prompt) == tokenizer(prompt)["input_ids"]
 
 
 CONVERSATION = [user("one"), assistant("two", reasoning_content="hm"), user("three")]

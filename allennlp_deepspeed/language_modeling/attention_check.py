@@ -15,7 +15,9 @@ _LENGTH = 6
 
 @torch.compiler.disable
 @torch.no_grad()
-def check_sight(module: torch.nn.Module, transformer: "PreTrainedModel", is_packed: bool) -> None:
+def check_attention(
+    module: torch.nn.Module, transformer: "PreTrainedModel", is_packed: bool
+) -> None:
     """
     Checks that positions don't depend on later tokens or on other packed examples. Every rank must
     call it, because ZeRO stage 3 gathers weights.
@@ -33,7 +35,7 @@ def check_sight(module: torch.nn.Module, transformer: "PreTrainedModel", is_pack
     `ConfigurationError`
         If a position depends on tokens after it, or on another example.
     """
-    with _evaluating(transformer):
+    with _evaluation_mode(transformer):
         ids = _tokens(transformer)
         expected = _states(module, ids, is_packed)
         changed = ids.clone()
@@ -81,7 +83,7 @@ def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _evaluating(transformer: "PreTrainedModel") -> Iterator[None]:
+def _evaluation_mode(transformer: "PreTrainedModel") -> Iterator[None]:
     """Context manager that disables dropout."""
     training = [module for module in transformer.modules() if module.training]
     for module in training:
