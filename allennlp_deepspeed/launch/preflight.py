@@ -160,6 +160,6 @@ def _console_settings(
     """`None` where the console is to have the whole log."""
     if is_full_log_requested():
         return None
-    settings = ConsoleSettings.of_this_process(arguments.get("file_friendly_logging", False))
+    settings = ConsoleSettings.for_this_process(arguments.get("file_friendly_logging", False))
     # Of the processes of a launcher one shows on each node what they have in common.
     return settings._replace(is_shown=launched is None or launched.local_rank == 0)

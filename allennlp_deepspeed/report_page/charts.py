@@ -16,7 +16,7 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 _MAX_POINTS = 20_000  # per page, so that it is small enough for mail
 
 # Keys of `step` lines, by title of the chart.
-_OF_STEPS = {
+_STEP_VALUES = {
     "Learning rate": "lr",
     "Gradient norm": "grad_norm",
     "Loss scale": "loss_scale",
@@ -25,7 +25,7 @@ _OF_STEPS = {
     "Memory of a worker": "memory_bytes",
 }
 # Parts of the names of epoch metrics that aren't metrics of the model.
-_NOT_OF_MODEL = ("_memory_MB", "_duration", "_epochs")
+_SYSTEM_METRIC_SUFFIXES = ("_memory_MB", "_duration", "_epochs")
 
 _WITHIN_EPOCHS, _TRAINING, _VALIDATION = "within epochs", "training", "validation"
 
@@ -60,11 +60,11 @@ def charts(runs: List[Run]) -> Dict[str, List[Curve]]:
     Returns the curves by title of their chart: the loss, each metric of the models, and the values
     of `step` lines. Charts without values are left out.
     """
-    found = {"Loss": [*_of_steps(runs, "loss"), *_of_epochs(runs, "loss")]}
+    found = {"Loss": [*_step_curves(runs, "loss"), *_epoch_curves(runs, "loss")]}
     for name in dict.fromkeys(name for run in runs for name in _metric_names(run)):
         if name != "loss":
-            found[name.replace("_", " ").strip().capitalize()] = _of_epochs(runs, name)
-    found.update({title: _of_steps(runs, key) for title, key in _OF_STEPS.items()})
+            found[name.replace("_", " ").strip().capitalize()] = _epoch_curves(runs, name)
+    found.update({title: _step_curves(runs, key) for title, key in _STEP_VALUES.items()})
     limit = max(50, _MAX_POINTS // max(1, sum(map(len, found.values()))))
     return {
         title: [_thinned(curve, limit) for curve in curves]
@@ -73,15 +73,17 @@ def charts(runs: List[Run]) -> Dict[str, List[Curve]]:
     }
 
 
-def _of_steps(runs: List[Run], key: str) -> List[Curve]:
+def _step_curves(runs: List[Run], key: str) -> List[Curve]:
     curves = [
-        _curve(number, _WITHIN_EPOCHS, [(line, line.values) for line in run.of_kind("step")], key)
+        _curve(
+            number, _WITHIN_EPOCHS, [(line, line.values) for line in run.lines_of_kind("step")], key
+        )
         for number, run in enumerate(runs)
     ]
     return [curve for curve in curves if curve.values]
 
 
-def _of_epochs(runs: List[Run], name: str) -> List[Curve]:
+def _epoch_curves(runs: List[Run], name: str) -> List[Curve]:
     curves = [
         _curve(number, kind, _epochs(run), f"{kind}_{name}")
         for number, run in enumerate(runs)
@@ -91,7 +93,7 @@ def _of_epochs(runs: List[Run], name: str) -> List[Curve]:
 
 
 def _epochs(run: Run) -> List[Tuple[Line, Dict[str, Any]]]:
-    return [(line, mapping(line.values.get("metrics"))) for line in run.of_kind("epoch")]
+    return [(line, mapping(line.values.get("metrics"))) for line in run.lines_of_kind("epoch")]
 
 
 def _curve(run: int, kind: str, lines: List[Tuple[Line, Dict[str, Any]]], key: str) -> Curve:
@@ -110,7 +112,7 @@ def _metric_names(run: Run) -> List[str]:
     for _, metrics in _epochs(run):
         for key, value in metrics.items():
             kind, _, name = key.partition("_")
-            is_of_model = not any(part in key for part in _NOT_OF_MODEL)
+            is_of_model = not any(part in key for part in _SYSTEM_METRIC_SUFFIXES)
             if kind in (_TRAINING, _VALIDATION) and is_of_model and is_finite(value):
                 names[name] = None
     return list(names)
@@ -209,7 +211,7 @@ def _figure(  # type: ignore[no-untyped-def]  # of Bokeh, if it is installed
     )
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
-    if _OF_STEPS.get(title, "").count("bytes"):
+    if _STEP_VALUES.get(title, "").count("bytes"):
         plot.yaxis.formatter = NumeralTickFormatter(format="0.0b")
     has_epochs = any(curve.kind != _WITHIN_EPOCHS for curve, _ in curves)
     for curve, source in curves:

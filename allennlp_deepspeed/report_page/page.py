@@ -6,7 +6,7 @@ from allennlp.common.checks import ConfigurationError
 from rich.filesize import decimal
 
 from allennlp_deepspeed.report_page.charts import draw
-from allennlp_deepspeed.report_page.run import Run, differences, is_finite, mapping, named
+from allennlp_deepspeed.report_page.run import Run, differences, is_finite, load_runs, mapping
 
 
 def page(directories: List[str]) -> str:
@@ -29,7 +29,7 @@ def page(directories: List[str]) -> str:
         If one of the directories has no metrics, or if Bokeh isn't installed.
     """
     try:
-        text = _render(named(directories))
+        text = _render(load_runs(directories))
     except RecursionError as error:
         raise ConfigurationError(
             f"A line or the config of {' or '.join(directories)} is nested too deeply to be shown."
@@ -84,9 +84,10 @@ def _summary(run: Run) -> Dict[str, str]:
     summary = {
         "state": run.state,
         "steps": str(run.num_steps),
-        "epochs": str(len(run.of_kind("epoch"))) + (f" of {num_epochs}" if num_epochs else ""),
+        "epochs": str(len(run.lines_of_kind("epoch")))
+        + (f" of {num_epochs}" if num_epochs else ""),
         "time trained": duration(last.hours * 3600),
-        "recoveries": str(len(run.of_kind("recover"))),
+        "recoveries": str(len(run.lines_of_kind("recover"))),
     }
     for name, key in (("workers", "world_size"), ("ZeRO", "zero_stage"), ("precision",) * 2):
         if key in environment:

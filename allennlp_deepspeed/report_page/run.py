@@ -104,14 +104,14 @@ class Run:
             )
         return path.is_file()
 
-    def of_kind(self, *kinds: str) -> List[Line]:
+    def lines_of_kind(self, *kinds: str) -> List[Line]:
         """Returns the lines of these kinds, in the order in which they were written."""
         return [line for line in self.lines if line.values["kind"] in kinds]
 
     @property
     def environment(self) -> Dict[str, Any]:
         """The environment of the last start or recovery. Empty if its line is lost."""
-        starts = self.of_kind("start", "recover")
+        starts = self.lines_of_kind("start", "recover")
         return starts[-1].values if starts else {}
 
     @property
@@ -122,7 +122,7 @@ class Run:
     @property
     def final_metrics(self) -> Dict[str, Any]:
         """The metrics of the last completed epoch, including those of the best one."""
-        epochs = self.of_kind("epoch")
+        epochs = self.lines_of_kind("epoch")
         return mapping(epochs[-1].values.get("metrics")) if epochs else {}
 
     @property
@@ -160,13 +160,13 @@ class Run:
     def warnings(self) -> Dict[str, int]:
         """Returns how often each warning was logged."""
         counts: Dict[str, int] = {}
-        for line in self.of_kind("warning"):
+        for line in self.lines_of_kind("warning"):
             message = f"{line.values.get('logger', '')}: {line.values.get('message', '')}"
             counts[message] = counts.get(message, 0) + 1
         return counts
 
 
-def named(directories: List[str]) -> List[Run]:
+def load_runs(directories: List[str]) -> List[Run]:
     """
     Loads runs, and gives them distinct names.
 

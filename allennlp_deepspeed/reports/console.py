@@ -72,7 +72,7 @@ class ConsoleSettings(NamedTuple):
     is_shown: bool = True
 
     @classmethod
-    def of_this_process(cls, is_file_friendly: bool) -> "ConsoleSettings":
+    def for_this_process(cls, is_file_friendly: bool) -> "ConsoleSettings":
         return cls(sys.stdout.isatty() and not is_file_friendly, is_file_friendly)
 
 
@@ -204,7 +204,7 @@ def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
     if settings is None:
         yield
         return
-    with _routed(settings):
+    with _route_records(settings):
         yield
 
 
@@ -220,7 +220,7 @@ def disable_progress_bars_of_transformers() -> None:
 
 
 @contextmanager
-def _routed(settings: ConsoleSettings) -> Iterator[None]:
+def _route_records(settings: ConsoleSettings) -> Iterator[None]:
     """
     Context manager that replaces the console handlers of this process, including those that
     AllenNLP adds later.

@@ -45,7 +45,7 @@ _VALUES = {
 }
 
 # Metrics that are in the metrics files only.
-_LEFT_OUT = re.compile(r"(gpu|worker)_\d+_memory_MB$")
+_METRICS_OF_FILES_ONLY = re.compile(r"(gpu|worker)_\d+_memory_MB$")
 
 _DRAWING_INTERVAL = 0.5  # seconds
 
@@ -101,7 +101,7 @@ class ConsoleReport:
         self._progress = EpochProgress(console, title, total)
         return self._progress
 
-    def reading(self, values: Mapping[str, Any]) -> None:
+    def show_interval(self, values: Mapping[str, Any]) -> None:
         """
         Updates the values of the progress bar.
 
@@ -121,7 +121,7 @@ class ConsoleReport:
         ]
         self._progress.show(", ".join([*shown, f"memory {decimal(values['memory_bytes'])}"]))
 
-    def epoch(self, epoch: int, metrics: Dict[str, Any], seconds: float) -> None:
+    def announce_epoch(self, epoch: int, metrics: Dict[str, Any], seconds: float) -> None:
         """
         Announces the metrics of a completed epoch.
 
@@ -141,7 +141,7 @@ class ConsoleReport:
         _announce_table(epoch_table(title, metrics, self._best))
         self._best = best
 
-    def checkpoint(self, path: str, num_bytes: int, seconds: float) -> None:
+    def announce_checkpoint(self, path: str, num_bytes: int, seconds: float) -> None:
         """Announces a saved checkpoint. Called in a thread."""
         name = os.path.basename(path)
         announce(logger, "Saved %s, %s in %.1f s", name, decimal(num_bytes), seconds)
@@ -244,7 +244,7 @@ def epoch_table(title: str, metrics: Dict[str, Any], best_before: Dict[str, Any]
     names = {
         match[2]
         for match in matches
-        if match and is_number(metrics[match[0]]) and not _LEFT_OUT.match(match[2])
+        if match and is_number(metrics[match[0]]) and not _METRICS_OF_FILES_ONLY.match(match[2])
     }
     columns = ["training"]
     if any(f"validation_{name}" in metrics for name in names):

@@ -136,11 +136,11 @@ def read(path: str) -> Iterator[Dict[str, Any]]:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(line, dict) and _is_sound(line):
+            if isinstance(line, dict) and _is_valid(line):
                 yield line
 
 
-def _is_sound(line: Dict[str, Any]) -> bool:
+def _is_valid(line: Dict[str, Any]) -> bool:
     counts = [line.get("step"), line.get("epoch")]
     return isinstance(line.get("kind"), str) and all(
         is_integer(count) and 0 <= count < _MAX_COUNT for count in counts

@@ -170,7 +170,7 @@ def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
 
 def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
     """Describes the size of the model states, as counted by `allennlp deepspeed estimate`."""
-    states = _states_of(trainer, keys)
+    states = _estimate_states(trainer, keys)
     there_is = memory_size(trainer.cuda_device)
     is_gpu = trainer.cuda_device.type == "cuda"
     places = {"the GPU": states.gpu, "the CPU": states.cpu, "NVMe": states.nvme}
@@ -191,7 +191,7 @@ def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
     return f"{text}; the {'GPU' if is_gpu else 'machine'} has {decimal(there_is)}"
 
 
-def _states_of(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
+def _estimate_states(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
     """Returns the model states of this rank, including those that aren't allocated yet."""
     config, size = trainer.resolved_config, ModelSize.from_model(trainer.engine.module)
     optimizer = trainer.optimizer

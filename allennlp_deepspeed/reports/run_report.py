@@ -14,8 +14,8 @@ from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.worker_device import memory_in_use
 from allennlp_deepspeed.reports.console import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
+from allennlp_deepspeed.reports.interval_metrics import IntervalMetrics, StepFigures
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
-from allennlp_deepspeed.reports.step_figures import Reading, StepFigures
 
 # The trainer's arguments that are reported.
 _KEYS = (
@@ -45,7 +45,7 @@ class RunReport(TrainerCallback):
     def __init__(self, keys: Mapping[str, Any]) -> None:
         super().__init__(keys["serialization_dir"])
         self._keys = {name: keys.get(name) for name in _KEYS}
-        self._shown: Optional[ConsoleReport] = None
+        self._console_report: Optional[ConsoleReport] = None
         self._epoch_start_time = time.monotonic()
         self._file: Optional[MetricsFile] = None
         self._warnings = _Warnings(self._write_warning)
@@ -55,7 +55,7 @@ class RunReport(TrainerCallback):
     def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
         self._get_trainer = weakref.ref(trainer)
         if is_primary:
-            self._shown = ConsoleReport(trainer, self._keys, self.serialization_dir)
+            self._console_report = ConsoleReport(trainer, self._keys, self.serialization_dir)
         if trainer.checkpointer is not None:
             trainer.checkpointer.on_committed = self._report_checkpoint
         if self.serialization_dir is None or dist.get_rank() != 0:
@@ -75,34 +75,34 @@ class RunReport(TrainerCallback):
         """Returns the progress bar of an epoch that begins; `None` to show AllenNLP's."""
         self._epoch_start_time = time.monotonic()
         trainer = self._get_trainer()
-        if self._shown is None or trainer is None:
+        if self._console_report is None or trainer is None:
             return None
-        return self._shown.epoch_progress(trainer.progress.epochs_completed, num_steps)
+        return self._console_report.epoch_progress(trainer.progress.epochs_completed, num_steps)
 
-    def reading(self, reading: Reading, figures: StepFigures) -> None:
+    def log_interval(self, interval: IntervalMetrics, figures: StepFigures) -> None:
         """
         Reports the values of the last steps. Must be called on every rank, after the host has
         synchronized with the device.
         """
         trainer = self._get_trainer()
-        if trainer is None or (self._file is None and self._shown is None):
+        if trainer is None or (self._file is None and self._console_report is None):
             return
-        instances = reading.num_instances * trainer.num_readers
+        instances = interval.num_instances * trainer.num_readers
         tokens = figures.num_tokens
-        seconds = max(reading.seconds, 1e-9)
+        seconds = max(interval.seconds, 1e-9)
         values = {
-            "loss": reading.loss,
+            "loss": interval.loss,
             "lr": figures.learning_rate,
             "grad_norm": figures.grad_norm,
             "loss_scale": loss_scaling.scale(trainer.engine),
-            "seconds_per_step": seconds / max(reading.num_steps, 1),
+            "seconds_per_step": seconds / max(interval.num_steps, 1),
             "samples_per_second": instances / seconds if instances else None,
             "tokens_per_second": None if tokens is None else tokens / seconds,
             "memory_bytes": memory_in_use(trainer.cuda_device),
-            "metrics": reading.metrics,
+            "metrics": interval.metrics,
         }
-        if self._shown is not None:
-            self._shown.reading(values)
+        if self._console_report is not None:
+            self._console_report.show_interval(values)
         if self._file is not None:
             epoch = trainer.progress.epochs_completed
             self._file.write("step", trainer.steps_completed, epoch, **values)
@@ -120,8 +120,10 @@ class RunReport(TrainerCallback):
             step = trainer.steps_completed
             self._file.write("epoch", step=step, epoch=epoch, metrics=metrics)
             self._file.flush()
-        if self._shown is not None and dist.get_rank() == 0:
-            self._shown.epoch(epoch, metrics, time.monotonic() - self._epoch_start_time)
+        if self._console_report is not None and dist.get_rank() == 0:
+            self._console_report.announce_epoch(
+                epoch, metrics, time.monotonic() - self._epoch_start_time
+            )
 
     def close(self) -> None:
         """Stops to listen to warnings. Called at the end also of a training that fails."""
@@ -133,8 +135,8 @@ class RunReport(TrainerCallback):
         self, path: str, num_bytes: int, seconds: float, num_epochs: int, num_steps: int
     ) -> None:
         """Reports a committed checkpoint. Called in a thread."""
-        if self._shown is not None and dist.get_rank() == 0:
-            self._shown.checkpoint(path, num_bytes, seconds)
+        if self._console_report is not None and dist.get_rank() == 0:
+            self._console_report.announce_checkpoint(path, num_bytes, seconds)
         if self._file is not None:
             self._file.write(
                 "checkpoint",

@@ -11,7 +11,7 @@ from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, mark_phase, phase
 from allennlp_deepspeed.engine.weight_changes import RequiresGradDetector, WeightChangeDetector
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.reports.step_figures import StepFigures
+from allennlp_deepspeed.reports.interval_metrics import StepFigures
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch

@@ -15,8 +15,8 @@ from allennlp.training import util as training_util
 
 from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.reports.interval_metrics import IntervalMetrics, StepFigures, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
-from allennlp_deepspeed.reports.step_figures import Reading, StepFigures, num_instances
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.running_loss import RunningLoss
@@ -304,7 +304,7 @@ class StepMetrics:
             training_util.description_from_metrics(metrics), refresh=False
         )
         num_steps = self.logging_interval.num_steps_since_log
-        reading = Reading(
+        interval = IntervalMetrics(
             num_steps=num_steps,
             seconds=num_steps * seconds_per_step,
             num_instances=self._num_instances,
@@ -312,7 +312,7 @@ class StepMetrics:
             metrics=metrics,
         )
         if self._report is not None:
-            self._report.reading(reading, figures)
+            self._report.log_interval(interval, figures)
         self._num_instances = 0
         self.logging_interval.start_next(seconds_per_step)
 

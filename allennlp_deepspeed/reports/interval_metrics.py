@@ -3,7 +3,7 @@ from typing import Any, Dict, NamedTuple, Optional
 import torch
 
 
-class Reading(NamedTuple):
+class IntervalMetrics(NamedTuple):
     """
     Values of the optimizer steps since the last device synchronization, on one rank.
 
