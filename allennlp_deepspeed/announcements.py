@@ -40,7 +40,7 @@ def quiet_import(*loggers: str) -> Iterator[None]:
 
 
 @contextmanager
-def silenced(*names: str) -> Iterator[None]:
+def silence(*names: str) -> Iterator[None]:
     """Context manager in which loggers whose names begin with one of `names` log nothing."""
     with ExitStack() as undo:
         for other in [n for n in logging.root.manager.loggerDict if n.startswith(names)]:

@@ -43,7 +43,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from allennlp_deepspeed.announcements import silenced
+from allennlp_deepspeed.announcements import silence
 from allennlp_deepspeed.engine import module_calls, worker_failure
 from allennlp_deepspeed.engine.worker_failure import Failure
 from allennlp_deepspeed_import_hook import fork_server
@@ -58,28 +58,28 @@ START_METHOD = "forkserver"
 _MONITOR_SECONDS = 0.1
 
 # From the end of a worker that has failed to SIGTERM for the others, and from that to SIGKILL.
-_SECONDS_TO_END = 3
+_SHUTDOWN_SECONDS = 3
 
 # From the end of a node's workers to that of the last node's. They leave together.
-_SECONDS_TO_EXIT = 60.0
+_EXIT_BARRIER_SECONDS = 60.0
 
 # That a worker has to notice that another node has ended the training.
-_SECONDS_AFTER_OTHERS = 15.0
+_SECONDS_AFTER_CLOSE = 15.0
 
 # In seconds: between two heartbeats, of which three missing ones tell that a node is lost, and from
 # the arrival of `min_nodes` to the start without the others. Elastic's defaults are 5 and 30.
-_TIMES_OF_ELASTIC_NODES = {"keep_alive_interval": 3, "last_call_timeout": 5}
+_ELASTIC_INTERVALS = {"keep_alive_interval": 3, "last_call_timeout": 5}
 
 # For an answer of the store, which is on node 0. Where the link to it is cut PyTorch's own limit
 # doesn't count, and this process ends after the second one.
-_SECONDS_TO_ANSWER = 60
-_SECONDS_WITHOUT_ANSWER = 65.0
+_STORE_READ_SECONDS = 60
+_STORE_EXIT_SECONDS = 65.0
 
 # Between two tries to connect to the store, and until a line says so.
 _RETRY_SECONDS = 0.5
 _SECONDS_BEFORE_LINE = 5.0
 
-_ABOUT_ADDRESS = (
+_ADDRESS_ADVICE = (
     "'distributed.primary_address' and 'primary_port', or 'rendezvous_endpoint', have to be an "
     "address of node 0, or of a store, that all nodes reach through firewalls, and a port that is "
     "free there."
@@ -87,7 +87,7 @@ _ABOUT_ADDRESS = (
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_ABOUT_SIGKILL = (
+_SIGKILL_ADVICE = (
     " from outside: most often by the system or a scheduler, for want of CPU memory. `allennlp "
     "deepspeed estimate` says how much a config takes"
 )
@@ -136,7 +136,7 @@ class Node:
     min_nodes: Optional[int] = None
 
     @property
-    def where(self) -> str:
+    def endpoint(self) -> str:
         return f"{self.address}:{self.port}"
 
 
@@ -193,11 +193,11 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
     if START_METHOD == "forkserver":
         fork_server.ensure_running()
     directory = tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_")
-    silent = silenced("torch.distributed.elastic", "torch.multiprocessing")
+    silent = silence("torch.distributed.elastic", "torch.multiprocessing")
     agent = None
-    with silent, directory as logs, _handlers_of_elastic():
+    with silent, directory as logs, _signal_handlers_of_elastic():
         try:
-            handler = _rendezvous(node)
+            handler = _create_rendezvous(node)
             agent = _Agent(node, handler, function, args, logs)
             result = agent.run()
             # Tells nodes that are to come that there is nothing left to take part in.
@@ -207,28 +207,29 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
         except RendezvousTimeoutError as error:
             raise ConfigurationError(
                 f"Within {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout') not "
-                f"{node.min_nodes or 'all'} of {node.num_nodes} nodes have come to {node.where}. "
-                "Start 'allennlp train' on every node, each with its own --node-rank."
+                f"{node.min_nodes or 'all'} of {node.num_nodes} nodes have come to {node.endpoint}."
+                " Start 'allennlp train' on every node, each with its own --node-rank."
             ) from error
         except (RendezvousClosedError, RendezvousConnectionError, dist.DistError) as error:
             cause = None if agent is None else agent.last_failure
             if cause is None or not isinstance(error, RendezvousClosedError):
-                raise _without_others(node, cause) from error
+                raise _lost_training_error(node, cause) from error
             raise cause from error
     if agent.last_failure is not None and (result is None or result.is_failed()):
         raise agent.last_failure
     if result is None:
         raise WorkerFailed(
             f"Node {node.rank} ({socket.gethostname()}) has trained nothing: the {node.num_nodes} "
-            f"nodes of the training at {node.where} were complete without it."
+            f"nodes of the training at {node.endpoint} were complete without it."
         )
 
 
-def _without_others(node: Node, cause: Optional[BaseException]) -> WorkerFailed:
-    said = "" if cause is None else f"{cause}\n"
+def _lost_training_error(node: Node, cause: Optional[BaseException]) -> WorkerFailed:
+    prefix = "" if cause is None else f"{cause}\n"
     return WorkerFailed(
-        f"{said}Node {node.rank} ({socket.gethostname()}) finds no training at {node.where}, or "
-        "has lost the others: node 0 or the store is gone, or another node has ended the training. "
+        f"{prefix}Node {node.rank} ({socket.gethostname()}) finds no training at {node.endpoint}, "
+        "or has lost the others: node 0 or the store is gone, or another node has ended the "
+        "training. "
         "To continue from the newest checkpoint, run the same command on all nodes, with --recover "
         'unless \'"resume": "auto"\' of the trainer is set. A store at a '
         "'distributed.rendezvous_endpoint' has to be started again before that."
@@ -258,7 +259,7 @@ class _Agent(LocalElasticAgent):
             spec,
             DefaultLogsSpecs(log_dir=logs),
             start_method=START_METHOD,
-            exit_barrier_timeout=_SECONDS_TO_EXIT,
+            exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
         )
         self._node = node
         self._args = args
@@ -267,7 +268,7 @@ class _Agent(LocalElasticAgent):
         # Of the last start of the workers.
         self._members: List[Member] = []
         self._node_rank, self._restarts_of_start = node.rank, node.max_restarts
-        self._seconds_to_stop: float = _SECONDS_TO_END
+        self._seconds_to_stop: float = _SHUTDOWN_SECONDS
         self._last_step: Optional[int] = None
         self._closed_since: Optional[float] = None
         self._was_stopped = False
@@ -275,7 +276,7 @@ class _Agent(LocalElasticAgent):
         if node.min_nodes is not None:
             watched: Any = handler
             watched.num_nodes_waiting = functools.partial(
-                self._num_changes, handler.num_nodes_waiting
+                self._num_nodes_changed, handler.num_nodes_waiting
             )
 
     @overrides
@@ -301,13 +302,13 @@ class _Agent(LocalElasticAgent):
 
     @overrides
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
-        self._node_rank = self._meet(worker_group)
+        self._node_rank = self._exchange_members(worker_group)
         self.last_failure = None
         self._was_stopped = False
-        self._seconds_to_stop = _SECONDS_TO_END
+        self._seconds_to_stop = _SHUTDOWN_SECONDS
         worker_group.spec.args = (self._node_rank, self._training, self._node, *self._args)
         started = super()._start_workers(worker_group)
-        _limit_time_to_end(self._pcontext)
+        _limit_shutdown_time(self._pcontext)
         return started
 
     @overrides(check_signature=False)
@@ -324,7 +325,7 @@ class _Agent(LocalElasticAgent):
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
         super()._shutdown(sent, math.ceil(seconds))
 
-    def _meet(self, worker_group: WorkerGroup) -> int:
+    def _exchange_members(self, worker_group: WorkerGroup) -> int:
         """
         Has the nodes that are there know each other.
 
@@ -344,31 +345,31 @@ class _Agent(LocalElasticAgent):
             self._was_stopped,
         )
         number, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
-        members = _exchange(worker_group.store, own, number, count)
+        members = _gather_members(worker_group.store, own, number, count)
         ranks = [member.rank for member in members]
         sizes = {member.num_workers for member in members}
         if len(sizes) > 1 or (node.min_nodes is None and ranks != list(range(count))):
             # All nodes raise.
             _wait_until_read(worker_group.store, number, count)
-            said = ", ".join(
+            described = ", ".join(
                 f"{m.host} with --node-rank {m.rank} and {m.num_workers} workers" for m in members
             )
             raise ConfigurationError(
-                f"The nodes at {node.where} are {said}. Give each its own --node-rank, from "
-                "0 on, and the same number of 'distributed.cuda_devices'."
+                f"The nodes at {node.endpoint} are {described}. Give each its own --node-rank, "
+                "from 0 on, and the same number of 'distributed.cuda_devices'."
             )
         # A node counts the restarts that it notices, and one that joins has counted none.
         self._remaining_restarts = min(member.remaining_restarts for member in members)
         if node.min_nodes is not None:
-            self._compare(members)
+            self._compare_with_last_start(members)
         self._members, self._restarts_of_start = members, self._remaining_restarts
         trainings = [member.training for member in members if member.training is not None]
         self._training = trainings[0] if trainings else members[0].agent
         return members.index(own)
 
-    def _compare(self, members: List[Member]) -> None:
+    def _compare_with_last_start(self, members: List[Member]) -> None:
         """Compares the nodes with those of the last start."""
-        changed = _changes(self._members, members) if self._members else []
+        changed = _describe_changes(self._members, members) if self._members else []
         is_counted = self._remaining_restarts < self._restarts_of_start
         was_stopped = any(member.was_stopped for member in members)
         if self._members and not (changed or is_counted or was_stopped):
@@ -393,12 +394,12 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if self._node.num_nodes > 1 and result.state == WorkerState.HEALTHY:
-            self._end_after_others()
+            self._raise_if_closed()
         if result.is_failed():
             failed = next(iter(result.failures.values()))
             failure = worker_failure.read(failed.message)
             self.last_failure = self._describe(failed, failure)
-            if self._node.min_nodes is not None and _is_of_others(failed, failure):
+            if self._node.min_nodes is not None and _is_caused_by_others(failed, failure):
                 self._was_stopped |= failure is not None and failure.is_agreed
                 # Elastic takes it off again.
                 self._remaining_restarts += 1
@@ -414,7 +415,7 @@ class _Agent(LocalElasticAgent):
                 )
         return result
 
-    def _num_changes(self, num_nodes_waiting: Callable[[], int]) -> int:
+    def _num_nodes_changed(self, num_nodes_waiting: Callable[[], int]) -> int:
         """
         Returns the number of nodes to take in or out. No worker notices a host without power.
         """
@@ -433,14 +434,14 @@ class _Agent(LocalElasticAgent):
             return waiting
         return missing
 
-    def _end_after_others(self) -> None:
+    def _raise_if_closed(self) -> None:
         """A worker that is stuck doesn't notice when another node has ended the training."""
         if not self._rdzv_handler.is_closed():
             self._closed_since = None
             return
         if self._closed_since is None:
             self._closed_since = time.monotonic()
-        if time.monotonic() - self._closed_since > _SECONDS_AFTER_OTHERS:
+        if time.monotonic() - self._closed_since > _SECONDS_AFTER_CLOSE:
             raise RendezvousClosedError("Another node has ended the training.")
 
     def _has_failed_again(self, failure: Failure) -> bool:
@@ -459,23 +460,23 @@ class _Agent(LocalElasticAgent):
             if failed.exitcode < 0:
                 how = f"was ended by {failed.signal_name()}"
                 if failed.exitcode == -signal.SIGKILL:
-                    how += _ABOUT_SIGKILL
+                    how += _SIGKILL_ADVICE
             message = f"Rank {rank} on {socket.gethostname()} {how}."
-            return WorkerFailed(message + self._about_modules(failed.exitcode == -signal.SIGABRT))
+            return WorkerFailed(message + self._module_advice(failed.exitcode == -signal.SIGABRT))
         if failure.is_agreed:
             return SigTermReceived(failure.message)
         if failure.explanation is not None:
             return ConfigurationError(str(failure))
-        return WorkerFailed(str(failure) + self._about_modules(failure.is_timeout))
+        return WorkerFailed(str(failure) + self._module_advice(failure.is_timeout))
 
-    def _about_modules(self, may_differ: bool) -> str:
+    def _module_advice(self, may_differ: bool) -> str:
         """What modules have to do with a collective that ranks didn't enter alike."""
         workers: Any = self._pcontext
         advice = module_calls.explain_crash(workers.error_files) if may_differ else None
         return "" if advice is None else f"\n{advice}"
 
 
-def _exchange(store: Any, own: Member, number: int, count: int) -> List[Member]:
+def _gather_members(store: Any, own: Member, number: int, count: int) -> List[Member]:
     """
     Returns the members by rank, the same list on every node, each of which has its number among
     `count` of elastic. Waits for all of them.
@@ -486,14 +487,14 @@ def _exchange(store: Any, own: Member, number: int, count: int) -> List[Member]:
 
 
 def _wait_until_read(store: Any, number: int, count: int) -> None:
-    """Waits until all nodes have returned from `_exchange`: the store ends with its node."""
+    """Waits until all nodes have returned from `_gather_members`: the store ends with its node."""
     # Without the store, its node has seen the mark of this one.
     with suppress(dist.DistError):
         store.set(f"node/{number}/read", "")
         store.wait([f"node/{i}/read" for i in range(count)])
 
 
-def _changes(before: List[Member], now: List[Member]) -> List[str]:
+def _describe_changes(before: List[Member], now: List[Member]) -> List[str]:
     """Which nodes were lost and which have joined, a sentence each."""
     agents = {member.agent for member in before}, {member.agent for member in now}
     lost = [f"Node {m.rank} ({m.host}) is lost." for m in before if m.agent not in agents[1]]
@@ -501,7 +502,7 @@ def _changes(before: List[Member], now: List[Member]) -> List[str]:
     return [*lost, *joined]
 
 
-def _is_of_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:
+def _is_caused_by_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:
     """Whether other nodes may be the reason: they left, have failed or don't answer."""
     if failure is None:
         # So NCCL ends a process that has lost its connection.
@@ -509,20 +510,20 @@ def _is_of_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:
     return failure.is_agreed or (failure.is_consequence and failure.explanation is None)
 
 
-def _limit_time_to_end(context: Any) -> None:
+def _limit_shutdown_time(context: Any) -> None:
     """
     Works around torch 2.14.1: when a worker has failed, the others get 30 seconds after SIGTERM,
     whatever the agent's time limit is. Gone when `MultiprocessContext` takes one.
     """
-    context._pc.join = functools.partial(context._pc.join, grace_period=_SECONDS_TO_END)
+    context._pc.join = functools.partial(context._pc.join, grace_period=_SHUTDOWN_SECONDS)
 
 
-def _rendezvous(node: Node) -> RendezvousHandler:
+def _create_rendezvous(node: Node) -> RendezvousHandler:
     """The c10d rendezvous at node 0, or at an endpoint."""
     own_address = node.address if node.has_store else _wait_for_store(node)
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=node.where,
+        endpoint=node.endpoint,
         run_id="allennlp_deepspeed",
         min_nodes=node.min_nodes or node.num_nodes,
         max_nodes=node.num_nodes,
@@ -530,28 +531,28 @@ def _rendezvous(node: Node) -> RendezvousHandler:
         local_addr=own_address,
         is_host=node.has_store,
         join_timeout=math.ceil(node.rendezvous_timeout),
-        read_timeout=_SECONDS_TO_ANSWER,
-        **({} if node.min_nodes is None else _TIMES_OF_ELASTIC_NODES),
+        read_timeout=_STORE_READ_SECONDS,
+        **({} if node.min_nodes is None else _ELASTIC_INTERVALS),
     )
     try:
         handler: Any = get_rendezvous_handler(parameters)
     except RendezvousConnectionError as error:
         raise ConfigurationError(
-            f"{node.where} can't be used on {socket.gethostname()}: {error.__cause__}. "
-            f"{_ABOUT_ADDRESS}"
+            f"{node.endpoint} can't be used on {socket.gethostname()}: {error.__cause__}. "
+            f"{_ADDRESS_ADVICE}"
         ) from error
     if node.num_nodes > 1:
         # Without the store the training has ended, of which workers may say more.
         for name, default in (("num_nodes_waiting", 0), ("is_closed", True)):
-            ask = functools.partial(_answered_in_time, getattr(handler, name), default)
+            ask = functools.partial(_ask_or_exit, getattr(handler, name), default)
             setattr(handler, name, ask)
     return handler
 
 
-def _answered_in_time(ask: Callable[[], T], default: T) -> T:
+def _ask_or_exit(ask: Callable[[], T], default: T) -> T:
     """Ends this process, and the workers with it, if the store doesn't answer."""
     # In a thread of C's: what waits for the store holds up the interpreter's main thread.
-    faulthandler.dump_traceback_later(_SECONDS_WITHOUT_ANSWER, exit=True)
+    faulthandler.dump_traceback_later(_STORE_EXIT_SECONDS, exit=True)
     try:
         return ask()
     except RendezvousConnectionError:
@@ -581,18 +582,18 @@ def _wait_for_store(node: Node) -> str:
             waited = time.monotonic() - start
             if waited > node.rendezvous_timeout:
                 raise ConfigurationError(
-                    f"Node {node.rank} ({socket.gethostname()}) has found nothing at {node.where} "
-                    f"for {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout'): "
-                    f"{error}. {_ABOUT_ADDRESS}"
+                    f"Node {node.rank} ({socket.gethostname()}) has found nothing at "
+                    f"{node.endpoint} for {node.rendezvous_timeout:g} s "
+                    f"('distributed.rendezvous_timeout'): {error}. {_ADDRESS_ADVICE}"
                 ) from error
             if waited > line_after:
                 line_after = math.inf
-                logger.warning(f"Node {node.rank} waits for node 0 or a store at {node.where}.")
+                logger.warning(f"Node {node.rank} waits for node 0 or a store at {node.endpoint}.")
         time.sleep(_RETRY_SECONDS)
 
 
 @contextmanager
-def _handlers_of_elastic() -> Iterator[None]:
+def _signal_handlers_of_elastic() -> Iterator[None]:
     """
     Context manager with elastic's handlers of signals, which it sets itself when it has workers.
     What is ignored stays so, as with `nohup`.

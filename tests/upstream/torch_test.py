@@ -67,7 +67,7 @@ def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bo
     return not torch.equal(outputs, outputs_again)
 
 
-@worked_around_by("launch.agent._limit_time_to_end")
+@worked_around_by("launch.agent._limit_shutdown_time")
 def test_workers_of_elastic_get_30_seconds_when_one_has_failed() -> bool:
     return "self._pc.join(-1)" in inspect.getsource(MultiprocessContext._poll)
 

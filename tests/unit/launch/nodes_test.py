@@ -54,7 +54,7 @@ def test_the_section_says_who_the_process_is() -> None:
 
 def test_without_an_address_the_node_is_alone_and_any_port_will_do() -> None:
     node = nodes.local_node({"distributed": {"cuda_devices": [-1, -1]}}, 0)
-    assert (node.where, node.num_nodes, node.num_workers) == ("127.0.0.1:0", 1, 2)
+    assert (node.endpoint, node.num_nodes, node.num_workers) == ("127.0.0.1:0", 1, 2)
 
 
 @pytest.mark.parametrize("node_rank", [-1, 2])
