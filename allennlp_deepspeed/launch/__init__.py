@@ -1,3 +1,1 @@
-"""
-What happens before a worker trains: check of the config, agent and workers, recovery.
-"""
+"""Everything before a worker trains: config check, agent and workers, recovery."""

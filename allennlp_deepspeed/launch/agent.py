@@ -1,6 +1,6 @@
 """
-The agent of a node: starts its workers by torch.distributed.elastic, restarts them, and says how
-they have ended.
+Agent of a node: starts its workers with torch.distributed.elastic, restarts them, and reports how
+they ended.
 """
 
 import faulthandler
@@ -94,34 +94,35 @@ _SIGKILL_ADVICE = (
 
 
 class WorkerFailed(RuntimeError):
-    """A worker of this node has failed. Says which, and why."""
+    """Error that a worker of this node has failed, with the rank and the cause."""
 
 
 @dataclass(frozen=True)
 class Node:
     """
-    A node of a training.
+    Node of a training, whose workers one agent starts.
 
     # Parameters
 
     rank : `int`
-        Of the node: `--node-rank`.
+        Its rank, `--node-rank`.
     num_nodes : `int`
     num_workers : `int`
-        Of each node.
+        The number of workers on each node.
     address : `str`
-        Of the host of the store, which is node 0 if it isn't one at a `rendezvous_endpoint`.
+        The host of the store: node 0, or the host of the `rendezvous_endpoint`.
     port : `int`
-        There; 0 for any that is free, if there is no other node.
+        The port of the store. 0 selects a free one, if there is no other node.
     has_store : `bool`, optional (default = `False`)
-        Whether this node is to start the store.
+        Whether this node starts the store.
     rendezvous_timeout : `float`, optional (default = `300`)
-        In seconds.
+        Seconds until all nodes must have arrived.
     shutdown_timeout : `float`, optional (default = `120`)
-        From SIGTERM or Ctrl-C to the end of workers that haven't left, in seconds.
+        Seconds from SIGTERM or SIGINT until workers that haven't exited are killed.
     max_restarts : `int`, optional (default = `0`)
     min_nodes : `int`, optional (default = `None`)
-        With how many nodes to continue if some are lost. `None` if all are needed.
+        The minimum number of nodes with which training continues if some are lost. `None` if all
+        are required.
     """
 
     rank: int
@@ -142,7 +143,7 @@ class Node:
 
 class Member(NamedTuple):
     """
-    A node of a training, as its agent describes it.
+    Description of a node that its agent sends to the other agents.
 
     # Parameters
 
@@ -151,12 +152,13 @@ class Member(NamedTuple):
     num_workers : `int`
     host : `str`
     agent : `str`
-        Another for each process.
+        A unique id of the agent's process.
     remaining_restarts : `int`
     training : `Optional[str]`
-        The same at each start of a training, and `None` before the first one.
+        The id of the training, the same at each start of its workers. `None` before the first
+        start.
     was_stopped : `bool`
-        Whether its workers were told to leave, as those of all nodes are when one joins.
+        Whether its workers were told to exit, as the workers of all nodes are when a node joins.
     """
 
     rank: int
@@ -176,19 +178,19 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
 
     node : `Node`, required.
     function : `Callable[..., Any]`, required.
-        Called with this node's rank among those that are there, the training's id, the `Node` and
-        `args`.
+        Called with this node's rank among the nodes that have arrived, the training's id, the
+        `Node` and `args`.
     args : `Any`
-        Can be pickled.
+        Must be picklable.
 
     # Raises
 
     `WorkerFailed`
-        If one fails, and all restarts are used up.
+        If a worker fails, and no restarts are left.
     `ConfigurationError`
-        If the config is to blame, or the nodes don't find each other.
+        If the config is the cause, or the nodes can't connect to each other.
     `SigTermReceived`, `KeyboardInterrupt`
-        If this process or a worker had the signal.
+        If this process or a worker has received the signal.
     """
     if START_METHOD == "forkserver":
         fork_server.ensure_running()
@@ -237,7 +239,10 @@ def _lost_training_error(node: Node, cause: Optional[BaseException]) -> WorkerFa
 
 
 class _Agent(LocalElasticAgent):
-    """Says what has failed, and restarts no worker that would fail in the same way."""
+    """
+    Agent of torch.distributed.elastic that reports the cause of a failure, and doesn't restart a
+    worker that would fail in the same way.
+    """
 
     def __init__(
         self,
@@ -327,12 +332,12 @@ class _Agent(LocalElasticAgent):
 
     def _exchange_members(self, worker_group: WorkerGroup) -> int:
         """
-        Has the nodes that are there know each other.
+        Exchanges the descriptions of the nodes.
 
         # Returns
 
         `int`
-            The rank of this one among them, which are ordered by `--node-rank`.
+            The rank of this node among those that have arrived, which are ordered by `--node-rank`.
         """
         node = self._node
         own = Member(
@@ -417,7 +422,8 @@ class _Agent(LocalElasticAgent):
 
     def _num_nodes_changed(self, num_nodes_waiting: Callable[[], int]) -> int:
         """
-        Returns the number of nodes to take in or out. No worker notices a host without power.
+        Returns the number of nodes that join or are lost. No worker notices the loss of a host's
+        power.
         """
         waiting = num_nodes_waiting()
         handler: Any = self._rdzv_handler
@@ -435,7 +441,10 @@ class _Agent(LocalElasticAgent):
         return missing
 
     def _raise_if_closed(self) -> None:
-        """A worker that is stuck doesn't notice when another node has ended the training."""
+        """
+        Raises if another node ended the training some time ago, which a worker that is stuck
+        doesn't notice.
+        """
         if not self._rdzv_handler.is_closed():
             self._closed_since = None
             return
@@ -445,7 +454,10 @@ class _Agent(LocalElasticAgent):
             raise RendezvousClosedError("Another node has ended the training.")
 
     def _has_failed_again(self, failure: Failure) -> bool:
-        """Whether the same step has failed twice, because of the model or the data for example."""
+        """
+        Returns whether the same step has failed twice, for example because of the model or the
+        data.
+        """
         if failure.step is None or self._node.max_restarts == 0:
             return False
         last, self._last_step = self._last_step, failure.step
@@ -470,7 +482,10 @@ class _Agent(LocalElasticAgent):
         return WorkerFailed(str(failure) + self._module_advice(failure.is_timeout))
 
     def _module_advice(self, may_differ: bool) -> str:
-        """What modules have to do with a collective that ranks didn't enter alike."""
+        """
+        Returns advice about modules that ranks may have called in different orders, if that may be
+        the cause.
+        """
         workers: Any = self._pcontext
         advice = module_calls.explain_crash(workers.error_files) if may_differ else None
         return "" if advice is None else f"\n{advice}"
@@ -478,8 +493,8 @@ class _Agent(LocalElasticAgent):
 
 def _gather_members(store: Any, own: Member, number: int, count: int) -> List[Member]:
     """
-    Returns the members by rank, the same list on every node, each of which has its number among
-    `count` of elastic. Waits for all of them.
+    Returns the members sorted by rank, the same list on every node. Waits for all of them. `number`
+    is this node's rank among the `count` nodes of elastic.
     """
     store.set(f"node/{number}", json.dumps(own))
     found = store.multi_get([f"node/{i}" for i in range(count)])
@@ -495,7 +510,7 @@ def _wait_until_read(store: Any, number: int, count: int) -> None:
 
 
 def _describe_changes(before: List[Member], now: List[Member]) -> List[str]:
-    """Which nodes were lost and which have joined, a sentence each."""
+    """Describes which nodes were lost and which have joined, in a sentence each."""
     agents = {member.agent for member in before}, {member.agent for member in now}
     lost = [f"Node {m.rank} ({m.host}) is lost." for m in before if m.agent not in agents[1]]
     joined = [f"Node {m.rank} ({m.host}) has joined." for m in now if m.agent not in agents[0]]
@@ -503,7 +518,9 @@ def _describe_changes(before: List[Member], now: List[Member]) -> List[str]:
 
 
 def _is_caused_by_others(failed: ProcessFailure, failure: Optional[Failure]) -> bool:
-    """Whether other nodes may be the reason: they left, have failed or don't answer."""
+    """
+    Returns whether other nodes may be the cause: they have left, have failed or don't respond.
+    """
     if failure is None:
         # So NCCL ends a process that has lost its connection.
         return failed.exitcode == -signal.SIGABRT
@@ -519,7 +536,7 @@ def _limit_shutdown_time(context: Any) -> None:
 
 
 def _create_rendezvous(node: Node) -> RendezvousHandler:
-    """The c10d rendezvous at node 0, or at an endpoint."""
+    """Creates the c10d rendezvous at node 0, or at an endpoint."""
     own_address = node.address if node.has_store else _wait_for_store(node)
     parameters = RendezvousParameters(
         backend="c10d",
@@ -550,7 +567,7 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
 
 
 def _ask_or_exit(ask: Callable[[], T], default: T) -> T:
-    """Ends this process, and the workers with it, if the store doesn't answer."""
+    """Calls `ask`, and ends this process and its workers if the store doesn't respond."""
     # In a thread of C's: what waits for the store holds up the interpreter's main thread.
     faulthandler.dump_traceback_later(_STORE_EXIT_SECONDS, exit=True)
     try:
@@ -563,12 +580,13 @@ def _ask_or_exit(ask: Callable[[], T], default: T) -> T:
 
 def _wait_for_store(node: Node) -> str:
     """
-    Returns when something answers there. PyTorch's own connection can't be interrupted.
+    Waits until the store's address accepts connections. PyTorch's own connection can't be
+    interrupted.
 
     # Returns
 
     `str`
-        The address of this host on the way there.
+        The address of this host's interface to the store.
     """
     start = time.monotonic()
     line_after = _SECONDS_BEFORE_LINE
@@ -595,8 +613,8 @@ def _wait_for_store(node: Node) -> str:
 @contextmanager
 def _signal_handlers_of_elastic() -> Iterator[None]:
     """
-    Context manager with elastic's handlers of signals, which it sets itself when it has workers.
-    What is ignored stays so, as with `nohup`.
+    Context manager with elastic's signal handlers, which elastic itself sets only while it has
+    workers. Ignored signals remain ignored, as with `nohup`.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -1,5 +1,5 @@
 """
-Checks what can be checked of a config before any data is read or any worker started.
+Checks a config before any data is read or any worker started.
 
 AllenNLP constructs the trainer in the workers only, after it has made the vocabulary.
 """
@@ -47,6 +47,8 @@ from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 def check(params: Params, on_this_machine: bool = True) -> None:
     """
+    Checks a complete training configuration.
+
     # Parameters
 
     params : `Params`, required.
@@ -96,7 +98,10 @@ def check(params: Params, on_this_machine: bool = True) -> None:
 
 
 def _is_ours(config: Dict[str, Any]) -> bool:
-    """Whether the trainer is the "deepspeed" one. Refuses keys that only this one reads if not."""
+    """
+    Returns whether the trainer is the "deepspeed" one. If not, refuses keys that only this one
+    reads.
+    """
     trainer = config.get("trainer")
     trainer_type = registered_name(trainer)
     is_deepspeed = has_deepspeed_trainer(config)
@@ -114,8 +119,7 @@ def _is_ours(config: Dict[str, Any]) -> bool:
 
 def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     """
-    A config with a trainer of no known type can be meant for this one as well as for AllenNLP's,
-    which says so only after it has read the data.
+    Refuses a trainer of unknown type, which AllenNLP would report only after reading the data.
     """
     name, known = registered_name(config.get("trainer")), Trainer.list_available()
     is_name = isinstance(name, str) and "." not in name and name != DEFAULT_TYPE
@@ -146,7 +150,10 @@ _MUST_BE_SECTION = "must be an object, or a registered name"
 
 
 def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
-    """What is no section, which AllenNLP finds out after it has read the data, if it does."""
+    """
+    Refuses values that aren't sections, which AllenNLP reports after reading the data, or not at
+    all.
+    """
     trainer = config["trainer"]
     sections = {
         f"trainer.{k}": trainer[k] for k in _OPTIONAL_SECTIONS if trainer.get(k) is not None
@@ -173,7 +180,7 @@ _BUCKET, _MAX_BUCKET = "deepspeed_config.zero_optimization.reduce_bucket_size", 
 
 
 def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
-    """Numbers that are larger than what PyTorch, or a C++ library, can take."""
+    """Refuses numbers that are too large for PyTorch or a C++ library."""
     num_epochs = trainer.get("num_epochs")
     if is_number(num_epochs) and num_epochs > _MAX_EPOCHS:
         errors.add(f"'trainer.num_epochs' is {num_epochs}: must be at most {_MAX_EPOCHS}")
@@ -199,10 +206,12 @@ def _numbers_in(value: Any, path: str) -> Iterator[Tuple[str, float]]:
 
 def check_devices(config: Dict[str, Any]) -> None:
     """
+    Checks that this machine has the GPUs of a config.
+
     # Raises
 
     `ConfigurationError`
-        If a config that has been checked names a GPU that this machine doesn't have.
+        If a config that has been checked names a GPU that doesn't exist.
     """
     distributed = config.get("distributed")
     path, devices = "trainer.cuda_device", config["trainer"].get("cuda_device")
@@ -221,7 +230,7 @@ def check_devices(config: Dict[str, Any]) -> None:
 
 
 def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
-    """What it says itself, whatever DeepSpeed makes of it."""
+    """Checks the trainer's own keys, apart from DeepSpeed's section."""
     num_workers = len(worker_devices(config))
     evaluates = config.get("evaluate_on_test") and config.get("test_data_path") is not None
     if num_workers > 1 and evaluates and not _evaluates_on_all_workers(config.get("type")):
@@ -255,7 +264,7 @@ def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
 
 
 def _evaluates_on_all_workers(train_loop: Any) -> bool:
-    """Whether the train loop is this package's or a registered subclass of it."""
+    """Returns whether the train loop is this package's or a registered subclass of it."""
     if not isinstance(train_loop, str):
         return False
     try:
@@ -266,7 +275,7 @@ def _evaluates_on_all_workers(train_loop: Any) -> bool:
 
 
 def _check_elastic_nodes(config: Dict[str, Any], errors: ConfigErrors) -> None:
-    """Checks whether the training is the same with any number of nodes, and loses no step."""
+    """Checks that the training is the same with any number of nodes, and loses no step."""
     distributed, trainer, loader = (
         config["distributed"],
         config["trainer"],
@@ -314,7 +323,7 @@ _REFUSED_CALLBACKS = {
 
 
 def _model_class(model: Any) -> Optional[Type[Model]]:
-    """`None` if it isn't known, which is for AllenNLP to say, or only where it is constructed."""
+    """Returns the model's class. `None` if it is unknown, which AllenNLP reports."""
     name = registered_name(model)
     if name not in Model.list_available() or name == "from_archive":
         return None
@@ -323,10 +332,12 @@ def _model_class(model: Any) -> Optional[Type[Model]]:
 
 def _check_divisible(model: Optional[Type[Model]], data_loader: Any) -> None:
     """
+    Checks that batches can be divided into micro-batches of any size.
+
     # Raises
 
     `ConfigurationError`
-        If batches can't be divided into micro-batches of any size.
+        If they can't be divided.
     """
     if not has_fixed_size(data_loader):
         raise no_fixed_size_error()
@@ -359,7 +370,7 @@ def accelerator_of(config: Dict[str, Any]) -> Any:
 
 
 def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> None:
-    """AllenNLP's own trainer would drop them in silence."""
+    """Refuses this package's keys for AllenNLP's own trainer, which would drop them silently."""
     if trainer_type not in (DEFAULT_TYPE, "gradient_descent"):
         return
     for key in NEW_TRAINER_KEYS:
@@ -384,7 +395,7 @@ _NAMES_OF_OTHERS = {
 
 
 def _section_of(name: str) -> Optional[str]:
-    """Where to write what others know and the trainer doesn't."""
+    """Returns advice on where to write a key that other trainers have and this one doesn't."""
     if name in _NAMES_OF_OTHERS:
         return _NAMES_OF_OTHERS[name]
     places = " or ".join(f"'trainer.deepspeed_config.{path}'" for path in find_key_paths(name))
@@ -392,7 +403,7 @@ def _section_of(name: str) -> Optional[str]:
 
 
 def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
-    """AllenNLP drops keys that a trainer doesn't know in silence."""
+    """Refuses unknown keys of the trainer, which AllenNLP would drop silently."""
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
     arguments = infer_constructor_params(trainer_class)
     if constructor is not None:
@@ -429,7 +440,7 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
 
 
 def _is_own_checkpointer(checkpointer: Any) -> bool:
-    """Whether there is nothing wrong with its type, if it is one of a name."""
+    """Returns whether the checkpointer has a valid type, if a type is set."""
     name = registered_name(checkpointer)
     is_name = isinstance(name, str) and "." not in name
     return not is_name or name in (DEFAULT_TYPE, *DeepSpeedCheckpointer.list_available())
@@ -452,7 +463,7 @@ def _check_checkpointer(checkpointer: Any, errors: ConfigErrors) -> None:
 
 
 def worker_devices(config: Dict[str, Any]) -> List[int]:
-    """A device for each worker of the whole training."""
+    """Returns the device of each worker, for all nodes."""
     distributed = config.get("distributed")
     if distributed is None:
         device = config["trainer"].get("cuda_device")
@@ -464,7 +475,10 @@ def worker_devices(config: Dict[str, Any]) -> List[int]:
 def settings_of(
     config: Dict[str, Any], deepspeed_config: DeepSpeedConfig, serialization_dir: str = ""
 ) -> TrainerSettings:
-    """What the GPU can do has a stand-in."""
+    """
+    Returns the trainer's settings for a config, assuming the capabilities of a GPU that isn't
+    present.
+    """
     devices = worker_devices(config)
     return TrainerSettings.from_config(
         config,
@@ -478,6 +492,8 @@ def settings_of(
 
 def has_deepspeed_trainer(config: Dict[str, Any]) -> bool:
     """
+    Returns whether the trainer is the "deepspeed" one or a registered subclass of it.
+
     # Parameters
 
     config : `Dict[str, Any]`, required.

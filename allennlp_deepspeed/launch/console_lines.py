@@ -31,7 +31,7 @@ def announce_start_and_end(arguments: Dict[str, Any], is_shown: bool) -> Iterato
     # Parameters
 
     arguments : `Dict[str, Any]`, required.
-        Those of AllenNLP's `train_model`.
+        The arguments of AllenNLP's `train_model`.
     is_shown : `bool`, required.
         Whether this process announces anything.
     """
@@ -55,7 +55,7 @@ def print_how_to_resume(arguments: Dict[str, Any]) -> Iterator[None]:
     # Parameters
 
     arguments : `Dict[str, Any]`, required.
-        Those of AllenNLP's `train_model`.
+        The arguments of AllenNLP's `train_model`.
     """
     config = arguments["params"].as_dict(quiet=True)
     trainer, distributed = config.get("trainer"), config.get("distributed")
@@ -106,7 +106,7 @@ def _how_to_resume(directory: str, resumes_by_itself: bool, is_elastic: bool) ->
 
 
 def _is_command() -> bool:
-    """Whether AllenNLP's command was started here, by a launcher too."""
+    """Returns whether this process runs AllenNLP's command, also if a launcher has started it."""
     path = sys.argv[0]
     is_module = path.endswith(os.path.join("allennlp", "__main__.py"))
     return is_module or os.path.basename(path) == "allennlp"

@@ -1,6 +1,4 @@
-"""
-Lock on a serialization directory: of two trainings that would write into it the second is refused.
-"""
+"""Lock on a serialization directory, which refuses a second training that would write into it."""
 
 import errno
 import fcntl
@@ -22,9 +20,9 @@ FILE_NAME = "training.lock"
 
 class DirectoryLock:
     """
-    Context manager that locks a directory in which there is something, as `acquire` does, and
-    unlocks it at the end. The system unlocks it when the process ends, however it ends. Not
-    reentrant, and not for several threads. A process that is forked doesn't have the lock.
+    Context manager that locks a directory that isn't empty, as `acquire` does, and unlocks it at
+    the end. The system unlocks it when the process ends for any reason. Not reentrant and not
+    thread-safe. A forked process doesn't own the lock.
 
     A file system without locks, such as some network file systems, has none.
 
@@ -61,13 +59,13 @@ class DirectoryLock:
             self._close()
 
     def is_alone(self) -> bool:
-        """Whether there is nothing else in the directory, except files that are removed soon."""
+        """Returns whether the directory has no other files, except files that are removed soon."""
         names = os.listdir(self._directory)
         return all(name == FILE_NAME or shared_directory.is_token(name) for name in names)
 
     def acquire(self) -> None:
         """
-        Locks the directory, again if it has been removed and made since.
+        Locks the directory, again if it has been removed and created since.
 
         # Raises
 
@@ -85,7 +83,7 @@ class DirectoryLock:
                 return
 
     def _lock(self, descriptor: int) -> bool:
-        """Whether it is this process that has the lock now."""
+        """Returns whether this process owns the lock now."""
         try:
             # Not `flock`, which processes that are forked would have too.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +109,7 @@ class DirectoryLock:
         return True
 
     def _is_in_place(self) -> bool:
-        """Whether the file that is locked is still the one in the directory."""
+        """Returns whether the locked file is still the one in the directory."""
         assert self._descriptor is not None
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
@@ -124,7 +122,7 @@ class DirectoryLock:
 
 
 def cannot_write(directory: str, error: OSError) -> ConfigurationError:
-    """The error for a serialization directory that is a file, read-only or full."""
+    """Returns the error for a serialization directory that is a file, read-only or full."""
     return ConfigurationError(
         f"The serialization directory {directory} can't be written: {error.strerror or error}. "
         "Choose another directory with -s."

@@ -1,6 +1,6 @@
 """
-How `allennlp train` ends where a config can't be trained: with a few lines that name its keys, and
-the exit code 1. The traceback is in the log files. Whoever calls `train_model` gets the exception.
+Ends `allennlp train` with a short message and exit code 1 if a config can't be trained. The message
+names the keys; the traceback is in the log files. Callers of `train_model` get the exception.
 """
 
 import functools
@@ -28,7 +28,7 @@ _MAX_LINES, _MAX_LENGTH = 6, 1_200
 
 
 def install() -> None:
-    """Has the command end so. May be called more than once."""
+    """Patches AllenNLP's train command. May be called more than once."""
     train_model_from_file = train_command.train_model_from_file
     if hasattr(train_model_from_file, "ends_with_explanation"):
         return
@@ -55,10 +55,12 @@ def install() -> None:
 
 def read(path: str, overrides: str = "") -> Params:
     """
+    Reads a config file with its overrides.
+
     # Raises
 
     `ConfigurationError`
-        If the file, or what is to change in it, can't be read, or isn't a config.
+        If the file or the overrides can't be parsed, or aren't a config.
     """
     try:
         params = Params.from_file(path, overrides)
@@ -74,7 +76,7 @@ def _is_called_by_command() -> bool:
 
 
 def explain(error: BaseException) -> None:
-    """Has the command end with what this error says of the config, if it says something of it."""
+    """Makes the command end with the message of an error about the config, if it is one."""
     message = str(error) if isinstance(error, WorkerFailed) else message_of(error)
     if message is not None and not hasattr(error, _ATTRIBUTE):
         explain_as(error, message)
@@ -82,9 +84,9 @@ def explain(error: BaseException) -> None:
 
 def message_of(error: BaseException) -> Optional[str]:
     """
-    Returns what an error says of the config, without its traceback: the message of a
-    `ConfigurationError`, the first lines of what AllenNLP has met while it constructed something,
-    and a path of data that is wrong. `None` for any other error.
+    Returns an error's message about the config, without its traceback: the message of a
+    `ConfigurationError`, the first lines of an error while AllenNLP constructs an object, or a
+    wrong path of data. `None` for any other error.
     """
     if isinstance(error, ConfigurationError):
         message = error.message
@@ -106,14 +108,14 @@ def message_of(error: BaseException) -> Optional[str]:
 
 
 def _is_of_construction(error: BaseException) -> bool:
-    """Whether AllenNLP was constructing something, and not reading data for it."""
+    """Returns whether AllenNLP was constructing an object, and not reading data for it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = {frame.f_globals.get("__name__") for frame in frames}
     return "allennlp.common.from_params" in modules and not _is_of_reading(error)
 
 
 def _is_of_reading(error: BaseException) -> bool:
-    """Whether a dataset reader was reading data."""
+    """Returns whether a dataset reader was reading data."""
     return any(
         frame.f_code.co_name in ("read", "_read")
         and isinstance(frame.f_locals.get("self"), DatasetReader)
@@ -122,16 +124,18 @@ def _is_of_reading(error: BaseException) -> bool:
 
 
 def explain_as(error: BaseException, message: str) -> None:
-    """Has the command end with a message instead of the traceback."""
+    """Makes the command end with a message instead of the traceback."""
     setattr(error, _ATTRIBUTE, message)
 
 
 def check_type(params: Params) -> None:
     """
+    Checks that a config is an object.
+
     # Raises
 
     `ConfigurationError`
-        If the file has no object in it, of which AllenNLP asks for keys.
+        If it is another JSON value, in which AllenNLP would look up keys.
     """
     if not isinstance(params.params, dict):
         error = ConfigurationError(
@@ -144,7 +148,7 @@ def check_type(params: Params) -> None:
 
 def log_to_files(error: BaseException) -> List[str]:
     """
-    Writes a traceback into the log files, and not to the console.
+    Writes a traceback to the log files, but not to the console.
 
     # Returns
 
@@ -162,7 +166,7 @@ def log_to_files(error: BaseException) -> List[str]:
 
 
 def _describe_unreadable_file(path: Any, error: BaseException) -> Optional[str]:
-    """What is wrong with a config file that can't be read, in a line; `None` if that isn't it."""
+    """Describes in a line why a config file can't be read. `None` if another error was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code is Params.from_file.__func__.__code__ for frame in frames):  # type: ignore[attr-defined]
         return None

@@ -1,7 +1,7 @@
 """
-Trainings whose processes a launcher has started. What the launcher's environment says becomes the
-section "distributed" of the config. If there is one process for each worker, it is the worker; if
-there is one on each node, it starts the node's.
+Reads the environment of launchers, such as torchrun and srun, and fills the section "distributed"
+of the config from it. With one process per worker, the process becomes the worker. With one per
+node, it starts the workers of its node.
 """
 
 import os
@@ -42,23 +42,23 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 @dataclass(frozen=True)
 class LaunchedProcess:
     """
-    A process among those that a launcher has started, the same number on each node.
+    Process that a launcher has started. Each node has the same number of them.
 
     # Parameters
 
     launcher : `str`
-        What tells of it, for messages.
+        The name of the launcher, for messages.
     rank : `int`
     local_rank : `int`
-        On its node.
+        Its rank on its node.
     world_size : `int`
     local_world_size : `int`
     address : `str`
-        Of the node of rank 0.
+        The address of rank 0's node.
     port : `int`
-        There, where the processes can meet. 0 if none is known.
+        The port at which the processes can connect. 0 if none is known.
     has_store : `bool`, optional (default = `False`)
-        Whether the launcher has a store there already.
+        Whether the launcher already has a store there.
     """
 
     launcher: str
@@ -71,7 +71,7 @@ class LaunchedProcess:
     has_store: bool = False
 
     def environment(self) -> Dict[str, str]:
-        """As PyTorch reads it."""
+        """Returns the environment variables that PyTorch reads."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -92,6 +92,8 @@ class LaunchedProcess:
 
 def detect(environ: Mapping[str, str] = os.environ) -> Optional[LaunchedProcess]:
     """
+    Detects the launcher of this process.
+
     # Returns
 
     `Optional[LaunchedProcess]`
@@ -100,7 +102,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[LaunchedProcess]
     # Raises
 
     `ConfigurationError`
-        If there are others, but the environment doesn't say how they are to find each other.
+        If there are other processes, but the environment doesn't define how they connect to each
+        other.
     """
     # As DeepSpeed's launcher calls it.
     environ = {"LOCAL_WORLD_SIZE": environ.get("LOCAL_SIZE", ""), **environ}
@@ -125,16 +128,18 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[LaunchedProcess]
 
 def read_environment(environ: Mapping[str, str], launcher: str = _TORCH) -> LaunchedProcess:
     """
+    Reads the variables of one launcher.
+
     # Parameters
 
     environ : `Mapping[str, str]`, required.
     launcher : `str`, optional (default = PyTorch's own)
-        Whose variables to read.
+        The launcher.
 
     # Raises
 
     `ConfigurationError`
-        If they can't be understood.
+        If the variables are invalid.
     """
     rank, local_rank, size, local_size = (_integer(environ, name) for name in _VARIABLES[launcher])
     is_possible = 0 <= rank < size and local_size > 0 and size % local_size == 0
@@ -158,7 +163,7 @@ def read_environment(environ: Mapping[str, str], launcher: str = _TORCH) -> Laun
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
-    """The number of a variable, for which Slurm writes `4(x2)` if two nodes have it."""
+    """Parses the integer of a variable, for which Slurm writes `4(x2)` if two nodes have it."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", environ[name])
     if match is None:
         raise ConfigurationError(
@@ -202,19 +207,21 @@ def _port(environ: Mapping[str, str], launcher: str, is_one_node: bool) -> int:
 
 def fill_distributed(params: Params, launched: LaunchedProcess, arguments: Dict[str, Any]) -> None:
     """
+    Fills the section "distributed" of a config from the launcher's environment.
+
     # Parameters
 
     params : `Params`, required.
-        A full training configuration. What `launched` says is written into it.
+        A complete training configuration. It is changed in place.
     launched : `LaunchedProcess`, required.
-        What a launcher says of this process.
+        This process.
     arguments : `Dict[str, Any]`, required.
-        Those of AllenNLP's `train_model`. `node_rank` is set.
+        The arguments of AllenNLP's `train_model`. `node_rank` is set.
 
     # Raises
 
     `ConfigurationError`
-        If they contradict one another.
+        If the config and the launcher contradict each other.
     """
     config = params.as_dict(quiet=True)
     distributed: Dict[str, Any] = config.get("distributed") or {}
@@ -270,19 +277,19 @@ def _check(distributed: Dict[str, Any], launched: LaunchedProcess) -> None:
 
 def is_worker(config: Dict[str, Any], launched: LaunchedProcess) -> bool:
     """
-    Whether this process trains one rank. If not, it starts the workers of its node.
+    Returns whether this process trains one rank. If not, it starts the workers of its node.
 
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        After `fill_distributed`.
+        The config after `fill_distributed`.
     launched : `LaunchedProcess`, required.
     """
     return len(config["distributed"]["cuda_devices"]) == launched.local_world_size
 
 
 def _devices(config: Dict[str, Any], launched: LaunchedProcess) -> List[int]:
-    """Of the workers of a node, by local rank."""
+    """Returns the devices of a node's workers, by local rank."""
     trainer, size = config.get("trainer"), launched.local_world_size
     wants_cpu = isinstance(trainer, dict) and trainer.get("cuda_device") == -1
     count = 0 if wants_cpu else torch.cuda.device_count()

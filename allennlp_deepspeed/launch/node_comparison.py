@@ -1,6 +1,6 @@
 """
-What every node of a training has to have alike, so that they train one model and don't wait for
-each other for ever.
+Values that must be the same on every node, so that all nodes train one model and none waits for the
+others forever.
 """
 
 import re
@@ -16,18 +16,20 @@ _KEYS_OF_NODE = r"distributed\.cuda_devices(\..*)?|trainer\.cuda_device|include_
 
 def comparable_values(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict[str, Any]:
     """
+    Collects the values to compare between nodes.
+
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        A whole training configuration.
+        A complete training configuration.
     arguments : `Dict[str, Any]`, required.
-        Those of AllenNLP's `train_model`.
+        The arguments of AllenNLP's `train_model`.
 
     # Returns
 
     `Dict[str, Any]`
-        The values of all keys by their paths, but for what may be another on each node: devices,
-        paths and addresses. And versions, and whether the training is to be recovered.
+        The values of all keys by their paths, except those that may differ between nodes: devices,
+        paths and addresses; versions; and whether the training is resumed.
     """
     flat = {
         path: "a path" if _is_location(value) else value
@@ -45,7 +47,10 @@ def comparable_values(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict
 
 
 def _flat(value: Any, keys: List[str]) -> Iterator[Tuple[str, Any]]:
-    """What is in a config at any depth, lists too, but for what is under a key of a place."""
+    """
+    Yields the paths and values of a config at any depth, lists included, except those under a key
+    of a location.
+    """
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()

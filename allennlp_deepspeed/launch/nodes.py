@@ -1,6 +1,6 @@
 """
-The nodes of a training, as the section "distributed" of its config, `--node-rank` and a launcher's
-environment say them.
+Nodes of a training, from the config's section "distributed", `--node-rank` and a launcher's
+environment.
 """
 
 from typing import Any, Dict
@@ -18,12 +18,14 @@ _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 
 def check(distributed: Any, errors: ConfigErrors) -> None:
     """
+    Checks the section "distributed".
+
     # Parameters
 
     distributed : `Any`, required.
         The section of the config, `None` if there is none.
     errors : `ConfigErrors`, required.
-        Gets a line for each key that is wrong.
+        Collects a line for each wrong key.
     """
     if not isinstance(distributed, dict):
         return
@@ -52,12 +54,12 @@ def check(distributed: Any, errors: ConfigErrors) -> None:
 
 
 def setting(distributed: Dict[str, Any], name: str) -> Any:
-    """The value of one of `DISTRIBUTED_KEYS`, or its default."""
+    """Returns the value of one of `DISTRIBUTED_KEYS`, or its default."""
     return distributed.get(name, DISTRIBUTED_KEYS[name].default)
 
 
 def num_workers(config: Dict[str, Any]) -> int:
-    """The number of workers on all nodes."""
+    """Returns the number of workers on all nodes."""
     distributed = config.get("distributed")
     if not distributed:
         return 1
@@ -65,18 +67,20 @@ def num_workers(config: Dict[str, Any]) -> int:
 
 
 def has_workers(config: Dict[str, Any]) -> bool:
-    """Whether several workers train. Of a single one AllenNLP says what is wrong."""
+    """
+    Returns whether several workers train. AllenNLP itself checks the settings of a single one.
+    """
     return num_workers(config) > 1
 
 
 def local_node(config: Dict[str, Any], node_rank: int) -> Node:
     """
-    The node whose workers this process is to start.
+    Returns the node whose workers this process starts.
 
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        That has been checked, and for which `has_workers` is true.
+        A config that has been checked, and for which `has_workers` is true.
     node_rank : `int`, required.
 
     # Raises

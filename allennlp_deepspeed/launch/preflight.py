@@ -1,9 +1,8 @@
 """
-Has every training of this process checked before any data is read or any worker started, and the
-workers of the "deepspeed" trainer started by torch.distributed.elastic.
+Checks every training of this process before any data is read or any worker started, and starts the
+workers of the "deepspeed" trainer with torch.distributed.elastic.
 
-AllenNLP has no seam before that, so `install` puts itself in front of
-`allennlp.commands.train.train_model`.
+AllenNLP has no hook at this point, so `install` wraps `allennlp.commands.train.train_model`.
 """
 
 import functools
@@ -39,7 +38,8 @@ __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices"]
 
 def install() -> None:
     """
-    Has every training of this process checked first. May be called more than once.
+    Wraps AllenNLP's `train_model`, so that the config is checked first. May be called more than
+    once.
     """
     train_model = train_command.train_model
     if hasattr(train_model, "checks_deepspeed"):
@@ -67,13 +67,13 @@ def install() -> None:
 
 
 def _normalize_trainer(params: Params) -> None:
-    """Which AllenNLP takes for an object everywhere, but not here with several workers."""
+    """Replaces a trainer's name by an object, which AllenNLP requires with several workers."""
     if isinstance(params.params.get("trainer"), str):
         params.params["trainer"] = {"type": params.params["trainer"]}
 
 
 def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
-    """Checks, and trains."""
+    """Checks the config, and trains."""
     process_setup.prepare()
     launched = launcher.detect()
     settings = _console_settings(arguments, launched)
@@ -97,7 +97,7 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
 def _checked_config(
     arguments: Dict[str, Any], launched: Optional[LaunchedProcess]
 ) -> Dict[str, Any]:
-    """The config, with what a launcher says and what follows from other keys."""
+    """Returns the checked config, with the launcher's values and those derived from other keys."""
     params = arguments["params"]
     if launched is not None:
         launcher.fill_distributed(params, launched, arguments)
@@ -111,7 +111,7 @@ def _checked_config(
 def _train_as_worker(
     train_model: Callable[..., Any], arguments: Dict[str, Any], launched: LaunchedProcess
 ) -> None:
-    """In a process that a launcher has started for one rank."""
+    """Trains one rank in a process that a launcher has started."""
     distributed = arguments["params"].as_dict(quiet=True)["distributed"]
     address, port = distributed["primary_address"], distributed["primary_port"]
     launched = replace(launched, address=address, port=port)
@@ -129,10 +129,12 @@ def _train_as_worker(
 
 def fill_derived_keys(params: Params) -> None:
     """
+    Sets keys that are derived from other keys.
+
     # Parameters
 
     params : `Params`, required.
-        A whole training configuration. What follows from other keys is written into it.
+        A complete training configuration. It is changed in place.
     """
     config = params.as_dict(quiet=True)
     if not has_deepspeed_trainer(config) or not finds_micro_batch_size(config["trainer"]):
@@ -157,7 +159,7 @@ def fill_derived_keys(params: Params) -> None:
 def _console_settings(
     arguments: Dict[str, Any], launched: Optional[LaunchedProcess]
 ) -> Optional[ConsoleSettings]:
-    """`None` where the console is to have the whole log."""
+    """Returns the settings of the console, `None` if it shows the full log."""
     if is_full_log_requested():
         return None
     settings = ConsoleSettings.for_this_process(arguments.get("file_friendly_logging", False))

@@ -1,8 +1,8 @@
 """
-Makes `multiprocessing`'s fork server one of workers: it has everything imported that they need, and
-ends with the process that has started it. To be imported by the server, as
-`multiprocessing.set_forkserver_preload` has it, which imports this package before its modules. Does
-nothing in other processes, such as those that import all modules of the package.
+Preloads the imports of workers in `multiprocessing`'s fork server, which then ends with the process
+that has started it. `multiprocessing.set_forkserver_preload` makes the server import this module,
+after the package. It does nothing in other processes, such as those that import all modules of the
+package.
 """
 
 import importlib

@@ -21,28 +21,28 @@ _POLL_SECONDS = 0.02
 
 def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.Store:
     """
-    Makes the default process group, from `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of
-    the environment. To be called by every rank. Collectives, of groups that are made later too,
-    fail after `timeout`.
+    Creates the default process group, from `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of
+    the environment. Every rank must call it. Collectives fail after `timeout`, in groups that are
+    created later too.
 
     # Parameters
 
     cuda_device : `int`, required.
         -1 for the CPU.
     rendezvous_timeout : `float`, required.
-        For the connection to rank 0, in seconds.
+        Seconds until the connection to rank 0 must be established.
     timeout : `float`, required.
-        In seconds.
+        Seconds until a collective fails.
 
     # Returns
 
     `dist.Store`
-        At the address. A launcher that restarts the workers keeps it.
+        The store at this address. It outlives the workers if a launcher restarts them.
 
     # Raises
 
     `RendezvousError`
-        If this rank doesn't reach the others.
+        If this rank can't connect to the others.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "gloo" if cuda_device < 0 else "nccl"
@@ -73,9 +73,9 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
 
 def _agree_on_start_number(store: dist.Store, rank: int, world_size: int, timeout: float) -> int:
     """
-    Agrees on which start of the workers with this store this is, from 1 on. Nothing that a launcher
-    says is the same on all nodes and another for each start: torchrun counts restarts on each node
-    for itself. Each rank asks rank 0, because what is in the store may be of a former start.
+    Returns the number of this start of the workers, from 1 on, the same on every rank. No variable
+    of a launcher does: torchrun counts restarts on each node separately. Each rank asks rank 0,
+    because values in the store may be of an earlier start.
     """
     if rank == 0:
         number: int = store.add("starts", 1)
@@ -89,7 +89,10 @@ def _agree_on_start_number(store: dist.Store, rank: int, world_size: int, timeou
 
 
 def _answer_questions(store: dist.Store, number: int, world_size: int, timeout: float) -> None:
-    """Answers until every rank has joined. Nobody waits for answers to ranks of former starts."""
+    """
+    Answers the other ranks until all have joined. No rank waits for answers to ranks of earlier
+    starts.
+    """
     deadline = time.monotonic() + timeout
     missing = list(range(1, world_size))
     while missing:

@@ -1,6 +1,6 @@
 """
-Decides for a serialization directory whether its training is continued, as with `"resume": "auto"`
-of the trainer and after a restart, and accepts a config that divides the work in another way.
+Decides whether the training in a serialization directory is resumed, as with `"resume": "auto"` of
+the trainer and after a restart, and accepts a config that divides the work differently.
 """
 
 import fnmatch
@@ -52,7 +52,7 @@ def is_automatic(config: Dict[str, Any]) -> bool:
 
 def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> bool:
     """
-    Whether there is a training in the directory that can be continued.
+    Returns whether the directory has a training that can be resumed.
 
     # Parameters
 
@@ -63,7 +63,7 @@ def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> boo
     # Raises
 
     `ConfigurationError`
-        If it is.
+        If `force` is set.
     """
     if force:
         raise ConfigurationError(
@@ -79,19 +79,19 @@ def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> boo
 
 def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> None:
     """
-    Removes what an earlier start has left that hadn't come to a checkpoint, on any node. To be
-    called by the node that makes the directory.
+    Removes the files of an earlier start that had no checkpoint on any node. Called on the node
+    that creates the directory.
 
     # Parameters
 
     serialization_dir : `Union[str, os.PathLike]`, required.
     is_ours : `bool`, required.
-        Whether the same training has made the directory. What its callbacks have written stays.
+        Whether the same training has created the directory. Files of its callbacks then remain.
 
     # Raises
 
     `ConfigurationError`
-        If another one's directory has something else in it.
+        If the directory of another training has other files.
     """
     directory = Path(serialization_dir)
     # Also what processes have left that found out whether they share it.
@@ -128,20 +128,20 @@ def _has_checkpoint(directory: Path) -> bool:
 
 def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -> None:
     """
-    Makes `allennlp train --recover` continue if `params` divides the work in another way than the
-    training in `serialization_dir` did: the recorded config becomes `params`, which AllenNLP
-    compares with it.
+    Makes `allennlp train --recover` accept `params` that divide the work differently than the
+    training in `serialization_dir` did: they replace the recorded config, with which AllenNLP
+    compares them.
 
     # Parameters
 
     params : `Params`, required.
-        The whole config of a "deepspeed" trainer. It is not changed.
+        The complete config of a "deepspeed" trainer. It is not changed.
     serialization_dir : `Union[str, os.PathLike]`, required.
 
     # Raises
 
     `ConfigurationError`
-        If anything else is different.
+        If other keys differ.
     """
     serialization_dir = os.fspath(serialization_dir)
     path = os.path.join(serialization_dir, CONFIG_NAME)

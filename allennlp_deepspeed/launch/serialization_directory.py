@@ -1,10 +1,11 @@
 """
-What each worker writes of what AllenNLP's train command writes. Of the workers that see the same
-serialization directory the first makes it, and writes what a directory has once; the others wait.
+Divides the files of AllenNLP's train command among the workers. Of the workers that share a
+serialization directory, the first creates it and writes the files that a directory has once. The
+others wait.
 
-AllenNLP's parent process makes the directory, the config, the vocabulary and the archive, and it
-names log files by the rank on the node. It has no seam there, so `SerializationDirectory` puts
-itself around the functions that it calls.
+AllenNLP's parent process creates the directory, the config, the vocabulary and the archive, and
+names log files by the rank on the node. It has no hook there, so `SerializationDirectory` wraps the
+functions that it calls.
 """
 
 import logging
@@ -37,22 +38,25 @@ _NO_LIMIT = timedelta(days=30)
 
 
 def is_created(store: dist.Store, leader: int) -> bool:
-    """Whether a rank has made a serialization directory, in this start of the workers or before."""
+    """
+    Returns whether a rank has created a serialization directory, in this start of the workers or an
+    earlier one.
+    """
     return store.check([f"directory/{leader}"])
 
 
 @contextmanager
 def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bool]:
     """
-    Context manager in which AllenNLP's `create_serialization_dir` locks the directory, and tells
-    the store that this rank has made it. Yields whether it had before a launcher started it again:
-    then it makes none, because what others have written there since then is to stay, and is nothing
-    to refuse.
+    Context manager in which AllenNLP's `create_serialization_dir` locks the directory, and records
+    in the store that this rank has created it. Yields whether this rank had created it before a
+    launcher restarted it. It then creates none, because files that others have written since must
+    remain, and must not be refused.
 
     # Parameters
 
     store : `Optional[dist.Store]`, required.
-        Outlives the workers. `None` if nothing restarts them.
+        A store that outlives the workers. `None` if nothing restarts them.
     lock : `DirectoryLock`, required.
     """
     create = training_util.create_serialization_dir
@@ -77,12 +81,13 @@ def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bo
 
 class SerializationDirectory:
     """
-    To be constructed by every worker.
+    Serialization directory that several workers share or have one each of. Every worker must
+    construct it.
 
     # Parameters
 
     directory : `Union[str, os.PathLike]`, required.
-        Isn't looked at by AllenNLP yet.
+        Its path, before AllenNLP has checked it.
     """
 
     def __init__(self, directory: Union[str, os.PathLike]) -> None:
@@ -93,28 +98,30 @@ class SerializationDirectory:
         self._prepare_logging = common_logging.prepare_global_logging
 
     def remove_stale_tokens(self) -> None:
-        """Removes what workers of a former training have left that AllenNLP would take for one."""
+        """
+        Removes files of workers of an earlier training that AllenNLP would take for a training's.
+        """
         shared_directory.remove_stale_tokens(self._directory)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker writes what the directory has once."""
+        """Returns whether this worker writes the files that the directory has once."""
         return self._directories.is_leader
 
     @property
     def is_shared(self) -> bool:
-        """Whether all workers see the same directory."""
+        """Returns whether all workers share one directory."""
         return self._directories.is_shared
 
     def wait_until_ready(self, problem: Optional[str] = None) -> None:
         """
-        Waits until every directory has what workers read. To be called by every worker, the second
-        time it does nothing.
+        Waits until every directory has the files that workers read. Every worker must call it. A
+        second call does nothing.
 
         # Parameters
 
         problem : `str`, optional (default = `None`)
-            Why this worker fails.
+            The error of this worker, if it fails.
 
         # Raises
 
@@ -132,14 +139,17 @@ class SerializationDirectory:
 
     def wait_for_all(self) -> None:
         """
-        Waits until every worker has come to its end, the leaders with `model.tar.gz`. To be called
-        by every worker. An agent whose workers have left soon ends those that haven't.
+        Waits until every worker is done, the leaders with `model.tar.gz` written. Every worker must
+        call it. An agent whose workers have exited soon ends the others.
         """
         dist.barrier(group=self._group)
 
     @contextmanager
     def prepare_on_leader(self) -> Iterator[None]:
-        """Around AllenNLP's `train_model`, which prepares the directory for its workers."""
+        """
+        Context manager for AllenNLP's `train_model`, in which only the leader prepares the
+        directory.
+        """
         with ExitStack() as stack:
             patch = partial(_patch, stack)
             if not self.is_leader:
@@ -159,7 +169,9 @@ class SerializationDirectory:
 
     @contextmanager
     def log_by_rank(self) -> Iterator[None]:
-        """Around AllenNLP's `_train_worker`: log files are those of ranks of all nodes."""
+        """
+        Context manager for AllenNLP's `_train_worker`, in which log files are named by global rank.
+        """
         rank, name = dist.get_rank(), f"{dist.get_rank()}"
         if len(set(self._directories.hosts)) > 1:
             name = f"{rank} {socket.gethostname()}"
@@ -169,7 +181,7 @@ class SerializationDirectory:
             yield
 
     def _wait_for_directory(self, *args: Any, **kwargs: Any) -> None:
-        """With `recover` AllenNLP reads the vocabulary next."""
+        """Waits for the directory, because AllenNLP reads the vocabulary next with `recover`."""
         self.wait_until_ready()
 
     def _leaders_vocabulary(self, params: Params, *args: Any, **kwargs: Any) -> Vocabulary:
@@ -204,4 +216,4 @@ def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """The leader does it."""
+    """Does nothing: the leader does it."""

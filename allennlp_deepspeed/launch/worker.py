@@ -1,7 +1,7 @@
 """
-A worker: the process that trains one rank, whoever has started it. It runs all of AllenNLP's train
-command, whose parent process prepares what its workers read: here the first worker of each
-serialization directory does.
+Worker process that trains one rank. It runs all of AllenNLP's train command, whose parent process
+prepares the files that workers read. Here the first worker of each serialization directory prepares
+them.
 """
 
 import inspect
@@ -75,21 +75,21 @@ def run(
     settings: Optional[ConsoleSettings],
 ) -> None:
     """
-    The function that an agent has its workers call. Exits with code 1 after any error.
+    Runs a worker that an agent has started. Exits with code 1 after any error.
 
     # Parameters
 
     node_rank : `int`, required.
-        Of this node among those that are there.
+        The rank of this node among those that have arrived.
     training : `str`, required.
-        The same at each start of the workers, and another for each training.
+        The id of the training, the same at each start of its workers.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
-        The variables of the agent.
+        The environment variables of the agent.
     arguments : `Dict[str, Any]`, required.
-        Those of AllenNLP's `train_model`.
+        The arguments of AllenNLP's `train_model`.
     settings : `Optional[ConsoleSettings]`, required.
-        `None` where the console is to have the full log.
+        `None` if the console shows the full log.
     """
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # Until the training has handlers, and after it. What is ignored stays so, as with `nohup`.
@@ -133,7 +133,7 @@ def run(
 
 
 def set_up_process(launched: LaunchedProcess) -> None:
-    """Makes this process a worker. To be called first."""
+    """Makes this process a worker. Must be called first."""
     os.environ.update(launched.environment())
     worker_failure.start_reporting(failures.message_of, failures.log_to_files)
 
@@ -154,9 +154,9 @@ def train(
     arguments : `Dict[str, Any]`, required.
         Its arguments.
     launched : `Optional[LaunchedProcess]`, required.
-        Which of several workers this process is. `None` if it is the only one.
+        This process, one of several workers. `None` if it is the only one.
     store : `dist.Store`, optional (default = `None`)
-        One that outlives the workers, if that of the process group may be lost with a node.
+        A store that outlives the workers, if that of the process group may be lost with a node.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
@@ -204,13 +204,16 @@ def train(
 
 
 def _launched_process(node: Node, node_rank: int) -> LaunchedProcess:
-    """Which worker this process is. Elastic doesn't know `--node-rank`."""
+    """Returns the rank and addresses of this process. Elastic doesn't know `--node-rank`."""
     rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
     return launcher.read_environment({**os.environ, "RANK": str(rank)})
 
 
 def _store_of_training(node: Node, training: str) -> dist.Store:
-    """That in which the nodes meet, which outlives starts, and with an endpoint trainings too."""
+    """
+    Returns the store of the nodes' rendezvous, which outlives starts, and with an endpoint
+    trainings too.
+    """
     store = dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT)
     return dist.PrefixStore(f"allennlp_deepspeed/{training}", store)
 
@@ -218,8 +221,8 @@ def _store_of_training(node: Node, training: str) -> dist.Store:
 @contextmanager
 def _archive_only_at_end() -> Iterator[None]:
     """
-    Context manager in which AllenNLP archives no model when a training is interrupted, which goes
-    on as soon as a node has joined or left.
+    Context manager in which AllenNLP archives no model when a training is interrupted, because it
+    continues as soon as a node has joined or left.
     """
     archive_model = train_command.archive_model
 
@@ -234,7 +237,7 @@ def _archive_only_at_end() -> Iterator[None]:
 def _make_vocabulary(
     make: Callable[..., Vocabulary], world_size: int, params: Params, *args: Any, **kwargs: Any
 ) -> Vocabulary:
-    """Reads the data for the vocabulary. Batches of elastic nodes have the size of those there."""
+    """Constructs the vocabulary with the batch size for the number of nodes that have arrived."""
     fill_batch_size(params.params, world_size)
     return make(params, *args, **kwargs)
 
@@ -242,7 +245,7 @@ def _make_vocabulary(
 def _join_process_group(
     config: Dict[str, Any], arguments: Dict[str, Any], launched: LaunchedProcess
 ) -> Tuple[dist.Store, SerializationDirectory]:
-    """Starts the process group, and compares what has to be the same on all nodes."""
+    """Starts the process group, and checks that the nodes have the same config and versions."""
     os.register_at_fork(after_in_child=_exit_with_parent)
     distributed = config["distributed"]
     store = process_group.start(
@@ -264,8 +267,8 @@ def _join_process_group(
 
 def _exit_with_parent() -> None:
     """
-    In a process that a worker has forked, a data loader's for example: has it end when the worker
-    is killed, where it would wait for the worker for ever.
+    Makes a process that a worker has forked, such as a data loader's, end when the worker is
+    killed, instead of waiting for it forever.
     """
     # Linux takes the end of the thread that has forked it for the end of the parent.
     if threading.current_thread() is threading.main_thread():
@@ -274,10 +277,12 @@ def _exit_with_parent() -> None:
 
 def _check_same_on_all_ranks(own: Dict[str, Any]) -> None:
     """
+    Checks that values are the same on every rank.
+
     # Raises
 
     `ConfigurationError`
-        On every rank, if what has to be the same differs.
+        On every rank, if they differ.
     """
     everyones = collectives.all_gather_object(
         (f"rank {dist.get_rank()} ({socket.gethostname()})", own)
@@ -290,7 +295,7 @@ def _check_same_on_all_ranks(own: Dict[str, Any]) -> None:
 
 
 def _resume_or_start(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) -> None:
-    """Decides whether the training is continued, and prepares its directory for that."""
+    """Decides whether the training is resumed, and prepares its directory."""
     params, path = arguments["params"], arguments["serialization_dir"]
     is_automatic = resumption.is_automatic(params.as_dict(quiet=True))
     # What --force was to remove is gone since the start that has made the directory.
@@ -314,12 +319,12 @@ def _resume_or_start(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) 
 @contextmanager
 def _raise_on_all_ranks() -> Iterator[None]:
     """
-    Around what one rank does while others wait. To be entered by every rank.
+    Context manager for code that one rank runs while others wait. Every rank must enter it.
 
     # Raises
 
     `PeerFailed`
-        On every rank, if another one has raised an exception within.
+        On every rank, if another one has raised an exception in it.
     """
     try:
         yield
@@ -339,7 +344,7 @@ def _become_worker(
     args: Tuple[Any, ...],
     nprocs: int,
 ) -> None:
-    """Takes the place of the `spawn` of AllenNLP's train command."""
+    """Replaces the `spawn` of AllenNLP's train command."""
     directory.wait_until_ready()
     # From here on AllenNLP is to know the other ranks.
     spawning.close()
