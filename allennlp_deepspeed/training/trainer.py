@@ -804,11 +804,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def save_best_weights(self) -> None:
         """
         Saves the best weights if the epoch that has just ended was the best and they haven't been
-        saved. To be called by every rank, before a checkpoint is saved.
+        saved. Every rank must call it, before a checkpoint is saved.
 
-        Works around AllenNLP 2.10.1: the best weights are saved after the checkpoint that says
-        which epoch was the best, which must not exist without them. Gone when `_try_train` saves
-        them before.
+        Works around AllenNLP 2.10.1: the best weights are saved after the checkpoint that records
+        the best epoch, which must not exist without them. Gone when `_try_train` saves them before.
         """
         epochs, steps = self._progress.point
         validates = self._progress.should_validate_this_epoch
