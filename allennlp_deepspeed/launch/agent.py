@@ -54,28 +54,28 @@ T = TypeVar("T")
 
 START_METHOD = "forkserver"
 
-# Between two looks at the workers.
+# Seconds between two checks of the workers.
 _MONITOR_SECONDS = 0.1
 
-# From the end of a worker that has failed to SIGTERM for the others, and from that to SIGKILL.
+# Seconds from the failure of a worker to SIGTERM for the others, and from SIGTERM to SIGKILL.
 _SHUTDOWN_SECONDS = 3
 
-# From the end of a node's workers to that of the last node's. They leave together.
+# Seconds from the end of a node's workers to that of the last node's. They exit together.
 _EXIT_BARRIER_SECONDS = 60.0
 
-# That a worker has to notice that another node has ended the training.
+# Seconds for a worker to notice that another node has ended the training.
 _SECONDS_AFTER_CLOSE = 15.0
 
-# In seconds: between two heartbeats, of which three missing ones tell that a node is lost, and from
-# the arrival of `min_nodes` to the start without the others. Elastic's defaults are 5 and 30.
+# Seconds between two heartbeats (a node that misses three is lost), and from the arrival of
+# `min_nodes` to the start without the others. Elastic's defaults are 5 and 30.
 _ELASTIC_INTERVALS = {"keep_alive_interval": 3, "last_call_timeout": 5}
 
-# For an answer of the store, which is on node 0. Where the link to it is cut PyTorch's own limit
-# doesn't count, and this process ends after the second one.
+# Seconds for a response of the store, which is on node 0. If the link to it is cut, PyTorch's own
+# limit has no effect, and this process exits after the second one.
 _STORE_READ_SECONDS = 60
 _STORE_EXIT_SECONDS = 65.0
 
-# Between two tries to connect to the store, and until a line says so.
+# Seconds between two attempts to connect to the store, and until a line reports it.
 _RETRY_SECONDS = 0.5
 _SECONDS_BEFORE_LINE = 5.0
 
@@ -202,7 +202,7 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
             handler = _create_rendezvous(node)
             agent = _Agent(node, handler, function, args, logs)
             result = agent.run()
-            # Tells nodes that are to come that there is nothing left to take part in.
+            # Tells nodes that arrive later that the training has ended.
             handler.shutdown()
         except SignalException as error:
             raise _interruption(error.sigval) from None
@@ -559,7 +559,7 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
             f"{_ADDRESS_ADVICE}"
         ) from error
     if node.num_nodes > 1:
-        # Without the store the training has ended, of which workers may say more.
+        # Without the store the training has ended. Workers may report why.
         for name, default in (("num_nodes_waiting", 0), ("is_closed", True)):
             ask = functools.partial(_ask_or_exit, getattr(handler, name), default)
             setattr(handler, name, ask)
@@ -568,7 +568,7 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
 
 def _ask_or_exit(ask: Callable[[], T], default: T) -> T:
     """Calls `ask`, and ends this process and its workers if the store doesn't respond."""
-    # In a thread of C's: what waits for the store holds up the interpreter's main thread.
+    # In a C thread: a call that waits for the store blocks the interpreter's main thread.
     faulthandler.dump_traceback_later(_STORE_EXIT_SECONDS, exit=True)
     try:
         return ask()

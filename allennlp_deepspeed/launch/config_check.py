@@ -52,10 +52,10 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     # Parameters
 
     params : `Params`, required.
-        A whole training configuration. It is not changed.
+        A complete training configuration. It is not changed.
     on_this_machine : `bool`, optional (default = `True`)
-        Whether this machine is to train. Otherwise nothing is asked of its devices, nor whether the
-        config is whole and suits a device.
+        Whether this machine trains. If not, its devices aren't checked, nor whether the config is
+        complete and suits a device.
 
     # Raises
 
@@ -497,7 +497,7 @@ def has_deepspeed_trainer(config: Dict[str, Any]) -> bool:
     # Parameters
 
     config : `Dict[str, Any]`, required.
-        A whole training configuration.
+        A complete training configuration.
 
     # Returns
 

@@ -100,7 +100,7 @@ class DirectoryLock:
                 " Wait until it has ended, or end it, or choose another directory with -s."
             ) from None
         own = f"process {os.getpid()} on {socket.gethostname()}"
-        # Only for the message. What a full disk means, the training says.
+        # Only for the message. The training itself reports a full disk.
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{own}\n".encode(), 0)

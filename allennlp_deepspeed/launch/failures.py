@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_explanation_for_command"
 
-# Of data. Another error of the file system may be gone when workers are restarted.
+# Wrong paths of data. Other errors of the file system may not recur when workers are restarted.
 _WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
@@ -93,14 +93,14 @@ def message_of(error: BaseException) -> Optional[str]:
     elif isinstance(error, _WRONG_PATHS) and _is_of_reading(error):
         message = f"Data could not be read: {error}"
     elif _is_of_construction(error):
-        # Without the stack that an error of C++'s comes with.
+        # Without the stack of a C++ error.
         text = str(error).partition("\nException raised from")[0]
         lines = [line for line in text.splitlines() if line.strip()]
         message = f"{type(error).__name__}: " + "\n".join(lines[:_MAX_LINES])[:_MAX_LENGTH]
     else:
         return None
     if message.startswith("Failed to construct argument"):
-        # Why it is of none of the types that it can have.
+        # The reason why it has none of its possible types.
         while error.__cause__ is not None:
             error = error.__cause__
             message += f" ({': '.join(map(str, error.args))})"

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Tuple
 
 from allennlp_deepspeed.versions import versions
 
-# Of keys whose value says where something is on a node.
+# Keys whose value is a location on a node.
 _LOCATION_KEYS = r"(?:.*_)?(?:path|paths|dir|directory|file|files|folder|address|port|endpoint)"
 
 _KEYS_OF_NODE = r"distributed\.cuda_devices(\..*)?|trainer\.cuda_device|include_in_archive(\..*)?"

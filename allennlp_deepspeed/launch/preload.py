@@ -16,7 +16,7 @@ from allennlp_deepspeed_import_hook import process_setup
 STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
 """Is set for the server, to the number of the process that starts it."""
 
-# What workers import beside this package.
+# Modules that workers import in addition to this package.
 _MODULES = ("allennlp.commands", "torch._dynamo", "transformers.modeling_utils")
 
 if os.environ.pop(STARTED_BY, None) == str(os.getppid()):

@@ -23,7 +23,7 @@ from allennlp_deepspeed.launch import directory_lock
 
 logger = logging.getLogger(__name__)
 
-# What a training leaves that hasn't come to a checkpoint.
+# Files that a training without a checkpoint leaves.
 _FILES_OF_START = (
     "config.json",
     "meta.json",
@@ -40,7 +40,7 @@ _FILES_OF_START = (
     "*.unfinished*",
 )
 
-# Of what can't change. Another experiment's directory differs in everything.
+# The number of fixed keys that are named. Another experiment's directory differs in all of them.
 _MAX_NAMED = 5
 _MAX_LENGTH = 100  # characters of a value
 
@@ -94,7 +94,7 @@ def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
         If the directory of another training has other files.
     """
     directory = Path(serialization_dir)
-    # Also what processes have left that found out whether they share it.
+    # Also removes tokens of processes that compared their directories.
     CheckpointDirectory(str(directory)).clean_up()
     names = os.listdir(directory) if directory.is_dir() else []
     names = [name for name in names if name != directory_lock.FILE_NAME]

@@ -62,7 +62,7 @@ from allennlp_deepspeed.versions import differences
 
 logger = logging.getLogger(__name__)
 
-# To the store in which the nodes meet.
+# Timeout of the connection to the store of the nodes' rendezvous.
 _TIME_TO_CONNECT = timedelta(seconds=60)
 
 
@@ -113,7 +113,7 @@ def run(
             )
             store = _store_of_training(node, training) if node.num_nodes > 1 else None
             if store is not None and node.min_nodes is not None:
-                # The agent says why it stops its workers: a node joins, or one is told to end.
+                # The agent logs why it stops its workers: a node joins, or a node is told to end.
                 log = interruption.logger
                 stack.enter_context(mock.patch.object(log, "warning", log.info))
                 stack.enter_context(_archive_only_at_end())
@@ -298,7 +298,7 @@ def _resume_or_start(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) 
     """Decides whether the training is resumed, and prepares its directory."""
     params, path = arguments["params"], arguments["serialization_dir"]
     is_automatic = resumption.is_automatic(params.as_dict(quiet=True))
-    # What --force was to remove is gone since the start that has made the directory.
+    # The start that created the directory has removed what --force refers to.
     decides = is_leader and (is_automatic or (is_ours and not arguments.get("recover")))
     continues = False
     with _raise_on_all_ranks():
@@ -348,7 +348,7 @@ def _become_worker(
     directory.wait_until_ready()
     # From here on AllenNLP is to know the other ranks.
     spawning.close()
-    # The process group is there.
+    # The process group exists already.
     there = SimpleNamespace(init_process_group=_do_nothing, barrier=dist.barrier)
     # The nodes that are there, of which the config of elastic nodes may have more.
     own = inspect.signature(train_worker).bind(launched.local_rank, *args).arguments
