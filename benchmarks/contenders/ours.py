@@ -37,7 +37,7 @@ class OursMicroBatch(Ours):
     """This package's trainer, reducing gradients after each micro-batch."""
 
     @overrides
-    def takes_part(self, workload: Workload) -> bool:
+    def supports(self, workload: Workload) -> bool:
         return workload.stage in (2, 3) and workload.accumulation > 1
 
     @overrides

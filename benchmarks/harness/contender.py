@@ -47,7 +47,7 @@ class Contender(ABC):
     needs_gpu: bool = False
     stages: Tuple[int, ...] = (0, 1, 2, 3)
 
-    def takes_part(self, workload: Workload) -> bool:
+    def supports(self, workload: Workload) -> bool:
         """Whether it is another case for this contender than what others show already."""
         return workload.stage in self.stages
 
@@ -55,7 +55,7 @@ class Contender(ABC):
         """The same in a form of its own, such as batches that are divided otherwise."""
         return workload
 
-    def why_not_here(self) -> Optional[str]:
+    def unavailable_reason(self) -> Optional[str]:
         """Why it can't run here, if it can't."""
         if self.needs_gpu and not torch.cuda.is_available():
             return "needs a GPU"

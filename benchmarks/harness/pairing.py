@@ -8,7 +8,7 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from benchmarks.harness.contender import Contender, Job
 from benchmarks.harness.process_tree import ProcessTree, Unavailable, Worker
-from benchmarks.harness.stopwatch import Outcome, Plan, Taken
+from benchmarks.harness.stopwatch import Elapsed, Outcome, Plan
 from benchmarks.harness.workload import Workload
 
 Pair = Tuple[str, str]
@@ -20,14 +20,14 @@ class Comparison(NamedTuple):
 
     outcomes : `Dict[str, List[Outcome]]`
         For each contender that of each rank.
-    taken : `Dict[Pair, List[Tuple[Taken, Taken]]]`
+    timings : `Dict[Pair, List[Tuple[Elapsed, Elapsed]]]`
         What two contenders took for their segments. One that is alone is paired with itself.
     skipped : `Dict[str, str]`
         Why a contender didn't take part.
     """
 
     outcomes: Dict[str, List[Outcome]]
-    taken: Dict[Pair, List[Tuple[Taken, Taken]]]
+    timings: Dict[Pair, List[Tuple[Elapsed, Elapsed]]]
     skipped: Dict[str, str]
 
 
@@ -52,7 +52,7 @@ def compare(
     time_limit : `float`
         In seconds, for all of it.
     """
-    reasons = {name: contender.why_not_here() for name, contender in contenders.items()}
+    reasons = {name: contender.unavailable_reason() for name, contender in contenders.items()}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     here = {name: contender for name, contender in contenders.items() if name not in skipped}
     pairs = [pair for pair in pairs if set(pair) <= here.keys()]
@@ -76,27 +76,27 @@ def compare(
                 skipped[name] = str(reason)
                 del trees[name]
         pairs = [pair for pair in pairs if set(pair) <= trees.keys()]
-        taken: Dict[Pair, List[Tuple[Taken, Taken]]] = {
+        timings: Dict[Pair, List[Tuple[Elapsed, Elapsed]]] = {
             pair: [] for pair in pairs or [(name, name) for name in trees]
         }
         for i in range(plan.num_segments):
-            for (one, other), of_pair in taken.items():
+            for (one, other), of_pair in timings.items():
                 of_pair.append(_time(trees[one], trees[other], one_first=i % 2 == 0))
         # Without the others of its pairs one has nothing to show.
-        compared = {name for pair in taken for name in pair}
+        compared = {name for pair in timings for name in pair}
         outcomes = {name: tree.finish() for name, tree in trees.items() if name in compared}
-    return Comparison(outcomes, taken, skipped)
+    return Comparison(outcomes, timings, skipped)
 
 
-def _time(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[Taken, Taken]:
+def _time(one: ProcessTree, other: ProcessTree, one_first: bool) -> Tuple[Elapsed, Elapsed]:
     """What each takes for a segment, in the order of the arguments."""
     if one is other:
-        taken = one.time_segment()
-        return taken, taken
+        elapsed = one.time_segment()
+        return elapsed, elapsed
     if one_first:
         return one.time_segment(), other.time_segment()
-    taken = other.time_segment()
-    return one.time_segment(), taken
+    elapsed = other.time_segment()
+    return one.time_segment(), elapsed
 
 
 def _train(contender: Contender, workload: Workload, worker: Worker) -> None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-from benchmarks.harness.stopwatch import Outcome, Plan, Stopwatch, Taken
+from benchmarks.harness.stopwatch import Elapsed, Outcome, Plan, Stopwatch
 
 # Forked workers start at once, with everything imported. A GPU can't be used by forked ones.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
@@ -139,7 +139,7 @@ class ProcessTree:
         """
         self._receive()
 
-    def time_segment(self) -> Taken:
+    def time_segment(self) -> Elapsed:
         """Has the workers make the steps of one segment. Returns what they took."""
         self._segments_left -= 1
         self._connections[0].send("go")

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
         return sum(self.segments())
 
 
-class Taken(NamedTuple):
+class Elapsed(NamedTuple):
     """
     What a segment took.
 
@@ -90,7 +90,7 @@ class Stopwatch:
         Micro-batches in an optimizer step.
     device : `torch.device`
     turns : `Connection`, optional (default = `None`)
-        On rank 0, what a segment `Taken` has is sent there, and whatever comes back begins the
+        On rank 0, what a segment `Elapsed` has is sent there, and whatever comes back begins the
         next. The other ranks wait for rank 0.
     """
 
@@ -128,9 +128,9 @@ class Stopwatch:
                 self._gradients.stop()
             self._memory.stop()
             return
-        taken = self._taken()
+        elapsed = self._elapsed()
         if self._turns is not None:
-            self._turns.send(taken)
+            self._turns.send(elapsed)
             self._turns.recv()
         if segment == self.plan.num_segments:
             self._memory.start()
@@ -144,13 +144,13 @@ class Stopwatch:
         self._start = time.perf_counter()
         self._cpu_start = time.process_time()
 
-    def _taken(self) -> Taken:
+    def _elapsed(self) -> Elapsed:
         """To be called by every rank, when all are done."""
         seconds = time.perf_counter() - self._start
         cpu_seconds = torch.tensor(time.process_time() - self._cpu_start, dtype=torch.float64)
         cpu_seconds = cpu_seconds.to(self._device)
         dist.all_reduce(cpu_seconds)
-        return Taken(seconds, float(cpu_seconds))
+        return Elapsed(seconds, float(cpu_seconds))
 
     def _wait_for_all(self) -> None:
         if self._device.type == "cuda":

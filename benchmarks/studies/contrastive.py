@@ -93,14 +93,14 @@ def measure(
         all_pairs = [
             pair
             for pair in PAIRS
-            if all(BI_ENCODER_CONTENDERS[name].takes_part(workload) for name in pair)
+            if all(BI_ENCODER_CONTENDERS[name].supports(workload) for name in pair)
         ]
         contenders = {
             name: contender
             for name, contender in BI_ENCODER_CONTENDERS.items()
             if any(name in pair for pair in all_pairs)
         }
-        outcomes, taken, skipped = compare(
+        outcomes, timings, skipped = compare(
             contenders, all_pairs, workload, plan, world_size, TIME_LIMIT
         )
     # sentence-transformers has each rank's own part of the loss, all others the whole.
@@ -113,7 +113,7 @@ def measure(
         reference[name] = losses[name]
     [(reference_name, expected)] = reference.items()
 
-    for (contender, against), pairs in taken.items():
+    for (contender, against), pairs in timings.items():
         ratios = [one.seconds / other.seconds for one, other in pairs]
         cpu_ratios = [one.cpu_seconds / other.cpu_seconds for one, other in pairs]
         data["ratios"].append(
@@ -133,7 +133,7 @@ def measure(
     for name, ranks in outcomes.items():
         segments = [
             of_segment.seconds
-            for names, pairs in taken.items()
+            for names, pairs in timings.items()
             for pair in pairs
             for contender, of_segment in zip(names, pair)
             if contender == name

@@ -183,7 +183,7 @@ def measure(
             ONE_BY_ONE: Divided(settings.share),
         }
         plan = plan._replace(num_segments=settings.pairs)
-        outcomes, taken, _ = compare(contenders, PAIRS, workload, plan, world_size, TIME_LIMIT)
+        outcomes, timings, _ = compare(contenders, PAIRS, workload, plan, world_size, TIME_LIMIT)
     losses = {
         name: [statistics.mean(step) for step in zip(*(rank.losses for rank in ranks))]
         for name, ranks in outcomes.items()
@@ -197,7 +197,7 @@ def measure(
     for name, ranks in outcomes.items():
         own = [
             segment
-            for names, pairs in taken.items()
+            for names, pairs in timings.items()
             for pair in pairs
             for contender, segment in zip(names, pair)
             if contender == name
@@ -216,7 +216,7 @@ def measure(
                 ),
             }
         )
-    for (contender, against), pairs in taken.items():
+    for (contender, against), pairs in timings.items():
         ratios = [one.seconds / other.seconds for one, other in pairs]
         cpu_ratios = [one.cpu_seconds / other.cpu_seconds for one, other in pairs]
         data["ratios"].append(

@@ -198,7 +198,7 @@ def config(trainer: Dict[str, Any], size: Size, cuda_device: int) -> Dict[str, A
     return values
 
 
-def trial(values: Dict[str, Any], time_limit: float) -> Outcome:
+def run_trial(values: Dict[str, Any], time_limit: float) -> Outcome:
     """
     Trains in a process of its own.
 
@@ -281,7 +281,7 @@ def measure(name: str, trainer: Dict[str, Any], settings: argparse.Namespace) ->
     def trains(num_layers: int) -> bool:
         size = Size(settings.width, settings.tokens, num_layers)
         start = time.monotonic()
-        outcome = trial(config(trainer, size, settings.cuda_device), settings.time_limit)
+        outcome = run_trial(config(trainer, size, settings.cuda_device), settings.time_limit)
         outcomes[num_layers] = outcome
         print(
             f"{name}: {num_layers} layers, {size.num_parameters / 1e9:.2f} billion parameters: "

@@ -27,7 +27,7 @@ from benchmarks.harness import report
 from benchmarks.harness.losses import largest_difference
 from benchmarks.harness.pairing import Comparison, compare
 from benchmarks.harness.plot import figure
-from benchmarks.harness.stopwatch import Plan, Taken
+from benchmarks.harness.stopwatch import Elapsed, Plan
 
 # A variant of ours that only answers one question, which NOTES.md tells of, is left out.
 DEFAULT_CONTENDERS = [name for name in CONTENDERS if name != "ours-flush"]
@@ -127,7 +127,7 @@ def measure(
         names = [
             name
             for name in dict.fromkeys([BARE, *settings.contenders])
-            if CONTENDERS[name].takes_part(workload)
+            if CONTENDERS[name].supports(workload)
         ]
         comparison = compare(
             {name: CONTENDERS[name] for name in names},
@@ -139,7 +139,7 @@ def measure(
         )
     rows = [_figures(name, comparison, workload, plan, world_size) for name in comparison.outcomes]
     rows += [{"contender": name, "skipped": why} for name, why in comparison.skipped.items()]
-    pairs = comparison.taken.get(ACCELERATE_AND_OURS)
+    pairs = comparison.timings.get(ACCELERATE_AND_OURS)
     if pairs is not None:
         ours = next(row for row in rows if row["contender"] == ACCELERATE_AND_OURS[1])
         ours["against_accelerate"] = _ratios(pairs)
@@ -147,7 +147,7 @@ def measure(
     return [{**cell, **row} for row in rows]
 
 
-def _ratios(pairs: List[Tuple[Taken, Taken]]) -> Dict[str, Any]:
+def _ratios(pairs: List[Tuple[Elapsed, Elapsed]]) -> Dict[str, Any]:
     """
     Of the second of a pair to the first: samples per second, more is better, and processor time,
     less is better.
@@ -168,22 +168,22 @@ def _figures(
 ) -> Dict[str, Any]:
     """The figures of one contender. `plan` is that of a pair."""
     ranks = comparison.outcomes[name]
-    taken = comparison.taken.get((BARE, name))
-    if taken is None:
+    timings = comparison.timings.get((BARE, name))
+    if timings is None:
         # The bare loop itself, which is in every pair of these.
-        taken = [
+        timings = [
             (bare, bare)
-            for (one, _), pairs in comparison.taken.items()
+            for (one, _), pairs in comparison.timings.items()
             if one == BARE
             for bare, _ in pairs
         ]
-    seconds_per_step = statistics.median(own.seconds for _, own in taken) / plan.steps
+    seconds_per_step = statistics.median(own.seconds for _, own in timings) / plan.steps
     samples_per_step = workload.batch_size * workload.accumulation * world_size
     return {
         "contender": name,
         "samples_per_second": samples_per_step / seconds_per_step,
         "seconds_per_step": seconds_per_step,
-        **_ratios(taken),
+        **_ratios(timings),
         "steps_in_segment": plan.steps,
         "peak_memory_bytes": [rank.peak_memory for rank in ranks],
         "traffic_per_step": {

@@ -26,7 +26,7 @@ from allennlp.training.metrics import CategoricalAccuracy
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.training import gradient_memory
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batch, Batches, Side, numbers
+from tests.support.side_by_side import Batch, Batches, Side, state_arrays
 
 GLOBAL_BATCH_SIZE, LENGTH = 12, 6
 # Of an epoch, the last step with fewer, which workers have in uneven shares.
@@ -128,7 +128,7 @@ def trained(trainer: Any) -> Tuple[Dict[str, Any], Dict[str, Any], Any]:
     part = trainer.parts()["micro_batches"].state_dict() if is_ours else None
     if is_ours:  # six steps of a whole batch, as DeepSpeed counts
         assert trainer.engine.global_samples == 2 * len(STEPS) * GLOBAL_BATCH_SIZE
-    return numbers(trainer), metrics, part
+    return state_arrays(trainer), metrics, part
 
 
 def in_micro_batches(

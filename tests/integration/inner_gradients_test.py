@@ -15,7 +15,7 @@ from allennlp.training.callbacks import TrainerCallback
 
 from tests.fixtures.inner_gradients import MODELS, NUM_IDS, NUM_LABELS, NUM_TOKENS
 from tests.support.experiment import StateDict, assert_same_weights
-from tests.support.side_by_side import Batch, Batches, Side, numbers
+from tests.support.side_by_side import Batch, Batches, Side, state_arrays
 
 BATCH_SIZE, NUM_BATCHES = 4, 8
 
@@ -54,7 +54,7 @@ def trained(side: Side) -> Tuple[StateDict, float]:
 
     def train(trainer: Any) -> Tuple[Dict[str, Any], float]:
         loss = trainer.train()["validation_loss"]
-        return numbers(trainer), loss
+        return state_arrays(trainer), loss
 
     arrays, loss = side.on_all_ranks(train)[0]
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, loss

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batch, Side, numbers
+from tests.support.side_by_side import Batch, Side, state_arrays
 
 DIM = 3
 NUM_BATCHES = 3
@@ -139,7 +139,7 @@ def test_what_the_first_step_finds_is_known_after_an_interruption() -> None:
     def go_on(trainer: Any) -> Any:
         trainer.parts()["gradient_synchronization"].load_state_dict(state)
         trainer.train()
-        return numbers(trainer)
+        return state_arrays(trainer)
 
     def of_both(rank: int) -> List[Batch]:
         return [batch for pair in zip(later(0), later(1)) for batch in pair]

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batches, Side, numbers
+from tests.support.side_by_side import Batches, Side, state_arrays
 
 DIM, NUM_LABELS = 6, 3
 LEAVES = {"leaf_module": {"classes": ["Layer"]}}
@@ -94,7 +94,7 @@ def train(trainer: Any) -> Outcome:
     counters.clear()
     metrics = trainer.train()
     return Outcome(
-        numbers(trainer),
+        state_arrays(trainer),
         {key: value for key, value in metrics.items() if re.search("loss|accuracy", key)},
         counters["stats"]["unique_graphs"],
     )

@@ -103,6 +103,6 @@ def config_in(text: str) -> Dict[str, Any]:
     return json.loads(evaluate_snippet("", f"{{{without_gaps}\n}}"))
 
 
-def after(diff: str) -> str:
+def apply_diff(diff: str) -> str:
     """What a diff leaves."""
     return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))

@@ -205,12 +205,12 @@ def error_of_training(trainer: Any) -> str:
 
 
 def trained(trainer: Any) -> Dict[str, Any]:
-    """`numbers` after training."""
+    """`state_arrays` after training."""
     trainer.train()
-    return numbers(trainer)
+    return state_arrays(trainer)
 
 
-def numbers(trainer: Any) -> Dict[str, Any]:
+def state_arrays(trainer: Any) -> Dict[str, Any]:
     """The whole weights and the buffers, as arrays. To be called by every rank."""
     if isinstance(trainer, DeepSpeedTrainer):
         state_dict = weights.full_state_dict(trainer.engine, keep=True)

@@ -19,7 +19,7 @@ from allennlp.training import GradientDescentTrainer
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS
 from allennlp_deepspeed.launch.config_check import check
 from tests.support.command import REPOSITORY
-from tests.support.documents import Block, after, blocks, commands, config_in
+from tests.support.documents import Block, apply_diff, blocks, commands, config_in
 from tests.support.experiment import FIXTURES
 
 BLOCKS = [block for block in blocks() if not block.reason]
@@ -109,7 +109,7 @@ def test_a_config_is_accepted(block: Block) -> None:
 
 @each("diff")
 def test_a_config_is_accepted_after_its_change(block: Block) -> None:
-    check(Params(whole(after(block.text))))
+    check(Params(whole(apply_diff(block.text))))
 
 
 # commands
