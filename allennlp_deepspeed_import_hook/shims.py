@@ -34,12 +34,12 @@ def former_classes_of_the_hub(module: ModuleType) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in ("HfFolder", "Repository"):
-            stand_in = type(name, (Dropped,), {})
+            stand_in = type(name, (RemovedHubClass,), {})
             stack.enter_context(mock.patch.object(huggingface_hub, name, stand_in, create=True))
         yield
 
 
-class Dropped:
+class RemovedHubClass:
     """Stand-in for a class that `push-to-hf` uses."""
 
     @staticmethod
@@ -181,7 +181,7 @@ def weights_of_today(module: ModuleType) -> Iterator[None]:
     transformer_module.TransformerModule._get_pretrained_state_dict = classmethod(
         get_pretrained_state_dict
     )
-    transformer_module.read_state_dict = _of_safetensors_too(transformer_module.read_state_dict)
+    transformer_module.read_state_dict = _read_safetensors_too(transformer_module.read_state_dict)
 
 
 def _weights_path(model_name: str) -> Optional[str]:
@@ -203,7 +203,7 @@ def _weights_path(model_name: str) -> Optional[str]:
     return None
 
 
-def _of_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+def _read_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read_state_dict)
     def read(path: Any, *args: Any, **kwargs: Any) -> Any:
         if not str(path).endswith(_SAFETENSORS):
@@ -326,7 +326,7 @@ def resources_without_setuptools(module: ModuleType) -> Iterator[None]:
         yield
         return
     stand_in = ModuleType("pkg_resources")
-    stand_in.resource_filename = _beside  # type: ignore[attr-defined]
+    stand_in.resource_filename = _resource_path  # type: ignore[attr-defined]
     sys.modules["pkg_resources"] = stand_in
     try:
         yield
@@ -334,7 +334,7 @@ def resources_without_setuptools(module: ModuleType) -> Iterator[None]:
         del sys.modules["pkg_resources"]
 
 
-def _beside(module_name: str, name: str) -> str:
+def _resource_path(module_name: str, name: str) -> str:
     return os.path.join(os.path.dirname(str(sys.modules[module_name].__file__)), name)
 
 

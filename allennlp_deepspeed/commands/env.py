@@ -68,11 +68,13 @@ def report() -> str:
         "torch.utils.collect_env": collect_env.get_pretty_env_info,
         "ds_report": _ds_report,
     }
-    text = "\n\n".join(f"== {name} ==\n{_or_error(section)}" for name, section in sections.items())
+    text = "\n\n".join(
+        f"== {name} ==\n{_section_or_error(section)}" for name, section in sections.items()
+    )
     return re.sub(rf"{re.escape(str(Path.home()))}(?=/|$|:)", "~", text, flags=re.MULTILINE)
 
 
-def _or_error(section: Callable[[], str]) -> str:
+def _section_or_error(section: Callable[[], str]) -> str:
     try:
         return section().strip()
     except Exception:  # a report on a broken environment must not fail on it

@@ -173,7 +173,7 @@ def _add_rows(table: Table, placement: PlacementEstimate, estimate: Estimate) ->
             continue
         numbers = [kinds.weights, kinds.gradients, kinds.optimizer, kinds.buffers]
         numbers += [kinds.total, kinds.total * estimate.workers_per_node]
-        table.add_row(name, label, *map(_human, numbers), fits)
+        table.add_row(name, label, *map(_format_bytes, numbers), fits)
         name = fits = ""
 
 
@@ -185,8 +185,9 @@ def _print_advice(console: Console, estimate: Estimate) -> None:
         console.print("To see what fits, give --gpu-memory: this machine has no GPU.")
         return
     memory = (
-        f"{_human(estimate.gpu_memory)} on each GPU, and {_human(estimate.cpu_memory)} of memory "
-        f"and {_human(estimate.nvme_memory)} on NVMe on each node"
+        f"{_format_bytes(estimate.gpu_memory)} on each GPU, and "
+        f"{_format_bytes(estimate.cpu_memory)} of memory and "
+        f"{_format_bytes(estimate.nvme_memory)} on NVMe on each node"
     )
     first = estimate.first_fitting
     if first is None:
@@ -200,7 +201,7 @@ def _print_advice(console: Console, estimate: Estimate) -> None:
     console.print(f'"deepspeed_config": {value}', soft_wrap=True)
 
 
-def _human(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     return decimal(num_bytes) if num_bytes else "0"
 
 

@@ -75,14 +75,14 @@ def _is_called_by_command() -> bool:
     return caller.f_code is train_command.train_model_from_args.__code__
 
 
-def explain(error: BaseException) -> None:
+def show_if_config_error(error: BaseException) -> None:
     """Makes the command end with the message of an error about the config, if it is one."""
-    message = str(error) if isinstance(error, WorkerFailed) else message_of(error)
+    message = str(error) if isinstance(error, WorkerFailed) else config_error_message(error)
     if message is not None and not hasattr(error, _ATTRIBUTE):
-        explain_as(error, message)
+        show_instead_of_traceback(error, message)
 
 
-def message_of(error: BaseException) -> Optional[str]:
+def config_error_message(error: BaseException) -> Optional[str]:
     """
     Returns an error's message about the config, without its traceback: the message of a
     `ConfigurationError`, the first lines of an error while AllenNLP constructs an object, or a
@@ -90,9 +90,9 @@ def message_of(error: BaseException) -> Optional[str]:
     """
     if isinstance(error, ConfigurationError):
         message = error.message
-    elif isinstance(error, _WRONG_PATHS) and _is_of_reading(error):
+    elif isinstance(error, _WRONG_PATHS) and _is_raised_in_reading(error):
         message = f"Data could not be read: {error}"
-    elif _is_of_construction(error):
+    elif _is_raised_in_construction(error):
         # Without the stack of a C++ error.
         text = str(error).partition("\nException raised from")[0]
         lines = [line for line in text.splitlines() if line.strip()]
@@ -107,14 +107,14 @@ def message_of(error: BaseException) -> Optional[str]:
     return message
 
 
-def _is_of_construction(error: BaseException) -> bool:
+def _is_raised_in_construction(error: BaseException) -> bool:
     """Returns whether AllenNLP was constructing an object, and not reading data for it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = {frame.f_globals.get("__name__") for frame in frames}
-    return "allennlp.common.from_params" in modules and not _is_of_reading(error)
+    return "allennlp.common.from_params" in modules and not _is_raised_in_reading(error)
 
 
-def _is_of_reading(error: BaseException) -> bool:
+def _is_raised_in_reading(error: BaseException) -> bool:
     """Returns whether a dataset reader was reading data."""
     return any(
         frame.f_code.co_name in ("read", "_read")
@@ -123,7 +123,7 @@ def _is_of_reading(error: BaseException) -> bool:
     )
 
 
-def explain_as(error: BaseException, message: str) -> None:
+def show_instead_of_traceback(error: BaseException, message: str) -> None:
     """Makes the command end with a message instead of the traceback."""
     setattr(error, _ATTRIBUTE, message)
 
@@ -142,7 +142,7 @@ def check_type(params: Params) -> None:
             f"The config file contains {json.dumps(params.params, default=repr)[:80]}, but must "
             'contain an object, such as {"dataset_reader": ..., "model": ..., "trainer": ...}.'
         )
-        explain(error)
+        show_if_config_error(error)
         raise error
 
 

@@ -57,7 +57,7 @@ def install() -> None:
                 arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
                 return _train_ours(train_model, arguments)
         except Exception as error:
-            failures.explain(error)
+            failures.show_if_config_error(error)
             raise
         return train_model(params, *args, **kwargs)
 
@@ -123,7 +123,7 @@ def _train_as_worker(
         if failure is not None:
             # A launcher that has its workers write error files prints what is in them.
             is_short = failure.is_consequence or worker_failure.has_error_file()
-            failures.explain_as(error, failure.summary if is_short else str(failure))
+            failures.show_instead_of_traceback(error, failure.summary if is_short else str(failure))
         raise
 
 

@@ -135,7 +135,7 @@ def run(
 def set_up_process(launched: LaunchedProcess) -> None:
     """Makes this process a worker. Must be called first."""
     os.environ.update(launched.environment())
-    worker_failure.start_reporting(failures.message_of, failures.log_to_files)
+    worker_failure.start_reporting(failures.config_error_message, failures.log_to_files)
 
 
 def train(

@@ -15,7 +15,7 @@ from allennlp_deepspeed.config.deepspeed_config import (
     TrainerSettings,
 )
 from allennlp_deepspeed.config.schema import Schema
-from allennlp_deepspeed.config.support import UNSUPPORTED
+from allennlp_deepspeed.config.unsupported_keys import UNSUPPORTED
 
 PRESETS = {
     "zero_1": (1, None, None),

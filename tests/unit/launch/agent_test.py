@@ -25,7 +25,7 @@ context = multiprocessing.get_context("fork")
 
 def train(node_rank: int, training: str, node: Node, directory: Path) -> None:
     """Trains until there is a file `end`. On SIGTERM it leaves slowly, as one that saves."""
-    worker_failure.start_reporting(failures.message_of, lambda error: [])
+    worker_failure.start_reporting(failures.config_error_message, lambda error: [])
 
     def leave(*args: Any) -> None:
         (directory / f"leaves_{os.getpid()}").touch()

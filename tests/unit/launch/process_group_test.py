@@ -32,7 +32,7 @@ def join(rank: int, port: int, is_killed: bool, results: Any) -> None:
         # Each node counts for itself.
         TORCHELASTIC_RESTART_COUNT=str(rank),
     )
-    worker_failure.start_reporting(failures.message_of, lambda error: [])
+    worker_failure.start_reporting(failures.config_error_message, lambda error: [])
     try:
         with mock.patch.object(dist, "init_process_group", end if is_killed else join_group):
             process_group.start(-1, 20, TIMEOUT)
