@@ -19,7 +19,7 @@ from overrides import overrides
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.checkpoint.checkpoint_directory import ENGINE_TAG
-from allennlp_deepspeed.checkpoint.trainer_protocol import Training
+from allennlp_deepspeed.checkpoint.trainer_protocol import TrainerProtocol
 
 # These give the trainer the optimizer of another model, or one that another trainer has used and
 # without a checkpoint to resume from. Ours refuses both. The tests are about the model or the
@@ -55,7 +55,9 @@ class CheckpointerWithLinks(DeepSpeedCheckpointer):
             os.symlink(training_state, self._training_state_path(*point))
 
     @overrides
-    def load_checkpoint(self, trainer: Optional[Training] = None) -> Optional[TrainerCheckpoint]:
+    def load_checkpoint(
+        self, trainer: Optional[TrainerProtocol] = None
+    ) -> Optional[TrainerCheckpoint]:
         for point in self._checkpoints.list_checkpoints():
             links = (self._model_state_path(*point), self._training_state_path(*point))
             if not all(map(os.path.islink, links)):
