@@ -127,7 +127,7 @@ def test_the_next_training_in_a_store_is_another_one(agents: Agents) -> None:
     assert before != after
     # A node that joins takes part in the same one.
     agents.start(2)
-    wait_until(lambda: agents.started(2))
+    wait_until(lambda: agents.started(2) and len(agents.started(1)) == 2)
     assert [*agents.started(1), *agents.started(2)] == [after] * 3
 
 
