@@ -84,7 +84,7 @@ class DistributedMetrics:
         of_ranks = collectives.all_gather_object(sorted(found))
         if any(names != of_ranks[0] for names in of_ranks):
             differing = set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)
-            raise RuntimeError(f"Only some workers have the metrics {sorted(differing)}.")
+            raise RuntimeError(f"Only some workers have these metrics: {sorted(differing)}.")
         for metric in found.values():
             vars(metric).setdefault(_UNREDUCED, {})
             _prepend_call(type(metric), "reset", _drop_counts)
@@ -205,7 +205,7 @@ def _is_deferrable(metric: Metric) -> bool:
 _announced: Set[Any] = {"allennlp.training.metrics.pearson_correlation"}
 _HINT = (
     "The metric %s communicates in each call. If its calls only add to attributes, declare "
-    "`summed_attributes = (...)` with their names in its class: then they are summed over the "
+    "`summed_attributes = (...)` with their names in its class: they are then summed over the "
     "workers when metrics are read."
 )
 
@@ -219,8 +219,8 @@ def _check_declared(metric: Metric, attributes: Tuple[str, ...]) -> None:
     name = type(metric).__name__
     if _merge_of(metric) is not _sum:
         raise ConfigurationError(
-            f"The metric {name} declares 'summed_attributes', and its base has others that are no "
-            "sums: don't derive it from a metric of AllenNLP's."
+            f"The metric {name} declares 'summed_attributes', but its base class has attributes "
+            "that aren't sums: don't derive it from a metric of AllenNLP."
         )
     for attribute in attributes:
         if attribute not in vars(metric):
@@ -296,8 +296,8 @@ def _refuse_other_reductions() -> bool:
     operation = sys._getframe(1).f_locals.get("reduce_op", ReduceOp.SUM)
     if operation != ReduceOp.SUM:
         raise ConfigurationError(
-            f"A metric with 'summed_attributes' reduces with {operation} in a call: only sums may "
-            "wait until metrics are read. Remove 'summed_attributes'."
+            f"A metric with 'summed_attributes' reduces with {operation} in a call, but only sums "
+            "can be deferred until metrics are read. Remove 'summed_attributes'."
         )
     return False
 
@@ -329,8 +329,8 @@ def _prepend_call(
 def _drop_counts(metric: Metric) -> None:
     if id(metric) in _called:
         raise ConfigurationError(
-            f"The metric {type(metric).__name__} calls its `reset` in `__call__`, which can't be "
-            "summed over the workers later: declare `summed_attributes = ()`."
+            f"The metric {type(metric).__name__} calls its `reset` in `__call__`, so its sums "
+            "over the workers can't be deferred: declare `summed_attributes = ()`."
         )
     if _UNREDUCED in vars(metric):
         vars(metric)[_UNREDUCED] = {}
@@ -340,9 +340,9 @@ def _refuse_in_forward_pass(metric: Metric) -> None:
     if id(metric) in _deferred:
         name = type(metric).__name__
         raise ConfigurationError(
-            f"The metric {name} is read in a forward pass of the trainer, where the counts of "
-            "other workers aren't known. Read it in `get_metrics`, or write `summed_attributes = "
-            f"()` in the class {name}: then it is summed in each call."
+            f"The metric {name} is read in a forward pass, before it is summed over the workers. "
+            f"Read it in `get_metrics`, or declare `summed_attributes = ()` in the class {name}, "
+            "to sum it in each call."
         )
 
 
@@ -406,9 +406,9 @@ def _plain(value: Any, path: str = "an attribute") -> Any:
     names = _names(value)
     if not names and not isinstance(value, (dict, list)):
         raise ConfigurationError(
-            f"{path} is {value!r}, which can't be summed over the workers. 'summed_attributes' may "
-            "be numbers, tensors, arrays, and dictionaries and lists of these, and objects whose "
-            "class declares 'summed_attributes', too."
+            f"{path} is {value!r}, which can't be summed over the workers. 'summed_attributes' "
+            "must be numbers, tensors, arrays, dictionaries and lists of these, or objects whose "
+            "class declares 'summed_attributes'."
         )
     return {name: _plain(_items(value)[name], f"{path}.{name}") for name in names}
 
@@ -433,8 +433,8 @@ def _sum_value(value: Any, counts: Any) -> Any:
     for key, each in counts.items():
         if isinstance(items, list) and key >= len(items):
             raise ConfigurationError(
-                "A list in the 'summed_attributes' of a metric has become longer in a call. Use a "
-                "dictionary, or a tensor."
+                "A list in the 'summed_attributes' of a metric grew in a call. Use a dictionary, "
+                "or a tensor."
             )
         is_there = isinstance(items, list) or key in items or hasattr(items, "__missing__")
         items[key] = _sum_value(items[key] if is_there else None, each)

@@ -120,25 +120,26 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
     peft = _import_peft()
     # Config files of peft's have all keys, most of them null.
     for name in filter(settings.get, _REFUSED):
-        raise ConfigurationError(f"{where} has a key '{name}', which {_REFUSED[name]}: remove it.")
+        raise ConfigurationError(
+            f"{where} has the key '{name}', which {_REFUSED[name]}: remove it."
+        )
     initialization = settings.get("init_lora_weights", True)
     if initialization not in _INITIALIZATIONS:
         raise ConfigurationError(
-            f"{where} has an 'init_lora_weights' of {json.dumps(initialization)}, which changes "
-            'the weights of the transformer itself or needs data: write true, false or "gaussian".'
+            f"{where} has 'init_lora_weights' {json.dumps(initialization)}, which changes the "
+            'transformer\'s weights or needs data: write true, false or "gaussian".'
         )
     transformers = find_transformers(module)
     if len(transformers) != 1:
         raise ConfigurationError(
-            f"{where} is given an object of class {type(module).__name__}, with "
-            f"{len(transformers)} models of Hugging Face's inside instead of one: write one such "
-            'as {"type": "pretrained_transformer", ...}.'
+            f"{where} got a {type(module).__name__}, which contains {len(transformers)} Hugging "
+            'Face models instead of one: write one such as {"type": "pretrained_transformer", '
+            "...}."
         )
     (transformer,) = transformers.values()
     if has_adapters(transformer):
         raise ConfigurationError(
-            f"{where} is given a transformer that has adapters already: write it once, around the "
-            "one without."
+            f"{where} got a transformer that has adapters already: use one without."
         )
     try:
         config = peft.LoraConfig(
@@ -147,7 +148,7 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
         peft.inject_adapter_in_model(config, transformer)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"{where} with {json.dumps(settings)} is refused by peft: {error}"
+            f"peft refuses {json.dumps(settings)} of {where}: {error}"
         ) from error
 
 
@@ -176,8 +177,8 @@ def adapted_transformers(model: torch.nn.Module) -> Dict[str, "PreTrainedModel"]
     transformers = _outermost(model, has_adapters)
     if not transformers:
         raise ConfigurationError(
-            "The model has no adapters: none of its token embedders is of type 'lora', and it has "
-            "no 'model.lora'."
+            "The model has no adapters: it has no token embedder of type 'lora', and no "
+            "'model.lora'."
         )
     return transformers
 
@@ -284,9 +285,9 @@ def check_not_shared(transformer: "PreTrainedModel", alternative: str = "") -> N
             first = next(filter(None, modules))
             others = [n for n in sharing if not n.startswith(f"{first}.")]
             raise ConfigurationError(
-                f"The model's 'lora' adapts '{first}', whose weights are those of '{others[0]}' "
-                "too, so that adapters can't be added to them: take it out of 'target_modules' or "
-                f"'modules_to_save'{alternative and ', '}{alternative}."
+                f"The model's 'lora' adapts '{first}', which shares its weights with "
+                f"'{others[0]}', so adapters can't be merged into them: remove it from "
+                f"'target_modules' or 'modules_to_save'{alternative and ', '}{alternative}."
             )
 
 

@@ -54,7 +54,7 @@ def construct_without_weights(
         If the configuration has no model, or data for its vocabulary can't be read.
     """
     if "model" not in params:
-        raise ConfigurationError("The config has no 'model', so there is nothing to construct.")
+        raise ConfigurationError("The config has no 'model'.")
     with tempfile.TemporaryDirectory() as empty:
         directory = serialization_dir or empty
         if vocabulary is None:
@@ -67,8 +67,8 @@ def construct_without_weights(
                 raise
             except Exception as error:
                 logger.warning(
-                    "The model can't be constructed without allocating it (%s: %s): it is "
-                    "constructed on the CPU.",
+                    "The model can't be constructed on the meta device (%s: %s), and is "
+                    "constructed on the CPU instead.",
                     type(error).__name__,
                     error,
                 )
@@ -81,9 +81,9 @@ def _make_vocabulary(params: Params, serialization_dir: str) -> Vocabulary:
     except OSError as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigurationError(
-            f"The vocabulary is made of what can't be read here: {reason}. "
-            'Give one that has been made: -o \'{"vocabulary": {"type": "from_files", "directory": '
-            '"out/vocabulary"}}\', or {"type": "empty"} if the model has no layer of its size.'
+            f"The data of the vocabulary could not be read: {reason}. Use an existing vocabulary: "
+            '-o \'{"vocabulary": {"type": "from_files", "directory": "out/vocabulary"}}\', or '
+            '{"type": "empty"} if no layer depends on its size.'
         ) from error
 
 

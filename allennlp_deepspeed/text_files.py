@@ -32,7 +32,7 @@ class Line(NamedTuple):
             # A file from Windows can begin with a byte order mark.
             return self.content.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise self.error(f"This isn't UTF-8: {error}.") from error
+            raise self.error(f"Expected UTF-8: {error}.") from error
 
     def parse_tsv(self) -> List[str]:
         return self.parse_text().split("\t")
@@ -43,7 +43,7 @@ class Line(NamedTuple):
         except json.JSONDecodeError as error:
             raise self.error(f"Expected a JSON object in one line: {error}.") from error
         if not isinstance(value, dict):
-            raise self.error(f"Expected a JSON object, and not {value!r}.")
+            raise self.error(f"Expected a JSON object, but got {value!r}.")
         return value
 
     def error(self, message: str) -> ConfigurationError:
@@ -65,7 +65,7 @@ class Line(NamedTuple):
             If it is something else. The message has the file, the line and the name.
         """
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"Expected {name} to be a string that isn't empty, and not {value!r}.")
+            raise self.error(f"Expected {name} to be a non-empty string, but got {value!r}.")
         return value
 
 

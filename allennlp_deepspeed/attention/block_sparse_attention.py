@@ -110,13 +110,13 @@ class BlockSparseAttention(SparseAttention):
             )
         if "kernel" in keys:
             raise ConfigurationError(
-                "'attention.kernel' is no longer a key: flex_attention computes it on GPUs, and "
-                "attention with a mask elsewhere; remove it."
+                "'attention.kernel' no longer exists: remove it. GPUs use flex_attention, other "
+                "devices attention with a mask."
             )
         if keys.get("dropout"):
             raise ConfigurationError(
-                "'attention.dropout': flex_attention has no dropout of attention weights; remove "
-                "the key. Other dropout of the model stays."
+                "'attention.dropout': flex_attention doesn't support dropout of attention "
+                "weights; remove the key. Other dropout of the model is unaffected."
             )
         keys.pop("dropout", None)
         try:
@@ -139,8 +139,8 @@ class BlockSparseAttention(SparseAttention):
         limit = self.layout.length_limit
         if limit is not None and length > limit:
             raise ConfigurationError(
-                f"A sequence has {length} tokens, but random blocks are drawn from "
-                f"'attention.max_length', which is {limit}: write a larger one, such as {length}."
+                f"A sequence has {length} tokens, but 'attention.max_length', which random blocks "
+                f"depend on, is {limit}: write a larger number, such as {length}."
             )
         if scale is None:
             scale = query.size(-1) ** -0.5

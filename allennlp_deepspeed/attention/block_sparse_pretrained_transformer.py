@@ -77,8 +77,8 @@ def warn_of_dense_attention(transformer: torch.nn.Module) -> None:
     config: Any = getattr(transformer, "config", None)
     if getattr(config, "_attn_implementation", None) == _NAME:
         logger.warning(
-            "This %s has block-sparse attention. Loaded by transformers or peft alone it attends "
-            "densely, and computes something else than in training. The same is computed by the "
+            "This %s was trained with block-sparse attention, but transformers and peft load it "
+            "with dense attention, which gives other outputs. For the same outputs, use the "
             'embedder "block_sparse_pretrained_transformer" with "attention": %s.',
             type(transformer).__name__,
             json.dumps(getattr(config, _SECTION)),
@@ -96,15 +96,16 @@ def _check(config: Any, attention: BlockSparseAttention) -> None:
     """
     if config.model_type not in TESTED:
         raise ConfigurationError(
-            f"'attention' of a model of the type '{config.model_type}' isn't tested. It is with "
+            f"'attention' isn't tested with models of type '{config.model_type}', only "
             f"{', '.join(TESTED)}: write one of these as 'model_name', or use the embedder "
             '"pretrained_transformer".'
         )
     for key in _DROPOUT_KEYS:
         if getattr(config, key, 0):
             raise ConfigurationError(
-                f"The model's '{key}' is {getattr(config, key)}, but flex_attention has no dropout "
-                f'of attention weights: write "transformer_kwargs": {{"{key}": 0}}.'
+                f"The model's '{key}' is {getattr(config, key)}, but flex_attention doesn't "
+                f'support dropout of attention weights: write "transformer_kwargs": {{"{key}": '
+                "0}."
             )
 
 
@@ -161,18 +162,18 @@ def _padding_mask(
     if mask_function is masking_utils.causal_mask_function:
         if not is_unidirectional:
             raise ConfigurationError(
-                f"A model of the type '{config.model_type}' attends to the left only: write "
-                '"attention": {..., "attention": "unidirectional"}.'
+                f"A model of type '{config.model_type}' is causal: write \"attention\": {{..., "
+                '"attention": "unidirectional"}.'
             )
     elif mask_function is not masking_utils.bidirectional_mask_function:
         raise ConfigurationError(
-            f"The model of the type '{config.model_type}' masks more than padding, which "
-            "block-sparse attention would not; remove 'attention'."
+            f"The model of type '{config.model_type}' masks more than padding, which block-sparse "
+            "attention doesn't support; remove 'attention'."
         )
     if q_length != kv_length:
         raise ConfigurationError(
-            "Block-sparse attention is that of whole sequences to themselves, without a cache: "
-            'write "transformer_kwargs": {"use_cache": false}.'
+            'Block-sparse attention doesn\'t support a cache: write "transformer_kwargs": '
+            '{"use_cache": false}.'
         )
     if attention_mask is None:
         return torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
@@ -213,8 +214,8 @@ def _attend(
     if unknown or dropout or attention_mask is None or attention_mask.dim() != 2:
         what = ", ".join(unknown) or ("dropout" if dropout else "masks of its own")
         raise ConfigurationError(
-            f"{type(module).__name__} has its attention do more than block-sparse attention does: "
-            f"{what}. Remove 'attention', or what asks for it."
+            f"{type(module).__name__} needs attention features that block-sparse attention "
+            f"doesn't support: {what}. Remove 'attention', or disable them."
         )
     groups = query.size(1) // key.size(1)
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))

@@ -158,7 +158,7 @@ class BackgroundCommit:
         try:
             on_committed()
         except OSError:
-            logger.warning("Older checkpoints could not be removed.", exc_info=True)
+            logger.warning("Could not remove older checkpoints.", exc_info=True)
 
     def _collect_file_records(
         self, key: str, unfinished: str, ranks: Sequence[int]
@@ -196,15 +196,15 @@ class BackgroundCommit:
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"A checkpoint was not completed, because {who} has not confirmed "
-                    f"within {self._timeout:.0f} seconds that it has written its files."
+                    f"The checkpoint was not committed, because {who} did not confirm within "
+                    f"{self._timeout:.0f} s that its files are written."
                 )
             time.sleep(_POLLING_INTERVAL)
         value = json.loads(self._store.get(key))
         if isinstance(value, dict) and "error" in value:
             raise RuntimeError(
-                f"A checkpoint was not completed, because {who} failed to write "
-                f"it:\n{value['error']}"
+                f"The checkpoint was not committed, because {who} could not write its files:\n"
+                f"{value['error']}"
             )
         return value
 

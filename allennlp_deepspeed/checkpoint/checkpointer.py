@@ -69,9 +69,9 @@ _OVERRIDABLE = "`maybe_save_checkpoint`, `save_checkpoint` or `load_checkpoint`"
 _FIXED = ("_rank", "_serialization_dir")
 
 _ON_NVME = (
-    "optimizer states are on NVMe, and DeepSpeed's checkpoints lack a part of them. Such a "
-    'training can\'t be recovered. To be able to, write "cpu" for '
-    "deepspeed_config.zero_optimization.offload_optimizer.device."
+    "optimizer states are on NVMe, and DeepSpeed's checkpoints don't include all of them, so this "
+    'training can\'t be resumed. To resume, write "cpu" for '
+    "'trainer.deepspeed_config.zero_optimization.offload_optimizer.device'."
 )
 
 
@@ -153,9 +153,8 @@ class DeepSpeedCheckpointer(Checkpointer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOT_CALLED or (name in _FIXED and vars(self).get(name, value) != value):
             raise AttributeError(
-                f"'{name}' of a DeepSpeedCheckpointer can't be set, because it doesn't ask for "
-                "that again: give it to the constructor, or write a subclass that overrides "
-                f"{_OVERRIDABLE}."
+                f"'{name}' of a DeepSpeedCheckpointer can't be set after construction: pass it to "
+                f"the constructor, or write a subclass that overrides {_OVERRIDABLE}."
             )
         super().__setattr__(name, value)
 
@@ -329,9 +328,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         classes = serialization.unsafe_classes_in(paths[-1])
         if classes:
             raise ConfigurationError(
-                f"The training state can't be saved, because it holds {', '.join(classes)}, and "
-                "checkpoints are loaded without running code that is in them. Metrics and the "
-                "states of callbacks are to be tensors, numbers, strings and containers of them."
+                f"The training state contains {', '.join(classes)}, which can't be saved: "
+                "checkpoints are loaded without running code. Metrics and callback states must be "
+                "tensors, numbers, strings and containers of these."
             )
         return paths
 
@@ -394,10 +393,10 @@ class DeepSpeedCheckpointer(Checkpointer):
             classes = serialization.unsafe_classes(state)
             if classes:
                 raise ConfigurationError(
-                    f"{description} holds {', '.join(classes)}, and checkpoints are loaded without "
-                    "running code that is in them. Return tensors, numbers, strings and containers "
-                    "of them, or call torch.serialization.add_safe_globals where that class is "
-                    "defined."
+                    f"{description} contains {', '.join(classes)}, which can't be saved: "
+                    "checkpoints are loaded without running code. Return tensors, numbers, "
+                    "strings and containers of these, or call "
+                    "torch.serialization.add_safe_globals where that class is defined."
                 )
 
     def finish(self) -> None:
@@ -440,8 +439,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         """
         if trainer is None:
             raise ConfigurationError(
-                "A DeepSpeedCheckpointer loads a checkpoint into the engine of a trainer: call "
-                "load_checkpoint(trainer)."
+                "DeepSpeedCheckpointer.load_checkpoint needs the trainer whose engine it loads "
+                "into: call load_checkpoint(trainer)."
             )
         self._saves_nothing = trainer.engine.zero_nvme_offload_optimizer()
         found = find_newest_intact(self._checkpoints, trainer.directories, self._on_corrupt)
@@ -452,7 +451,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             return None
         if self._saves_nothing:
             path = self._checkpoints.path(found.point)
-            raise CheckpointError(f"{path} can't be loaded: {_ON_NVME}")
+            raise CheckpointError(f"{path} could not be loaded: {_ON_NVME}")
         check_model(self._checkpoints.path(found.point), found.record, trainer)
         self._check_vocabulary(found.record, self._checkpoints.path(found.point))
         return self._load(trainer, found.point, found.record)
@@ -464,7 +463,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         path = self._checkpoints.path(point)
         if record.frozen:
             frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
-        announce(logger, "Continuing from the checkpoint in %s", path)
+        announce(logger, "Loading checkpoint %s", path)
         # With more workers than wrote it, several resume from the same training state.
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
@@ -489,7 +488,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             path, tag=ENGINE_TAG, load_module_strict=not record.frozen
         )
         if loaded_path is None:
-            raise CheckpointError(f"DeepSpeed finds no weights in {path}.")
+            raise CheckpointError(f"{path} has no DeepSpeed weights.")
 
     def _load_resharded(
         self,
@@ -503,7 +502,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         """
         announce(
             logger,
-            "Resharding the checkpoint of %d workers for %d",
+            "Resharding checkpoint from world size %d to %d",
             record.world_size,
             dist.get_world_size(),
         )
@@ -544,10 +543,9 @@ DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
 def _warn_of_other_steps(before: int, now: int) -> None:
     if now != before and dist.get_rank() == 0:
         logger.warning(
-            "An optimizer step has %d instances now, and had %d before the checkpoint, for which "
-            "another learning rate may be right. To keep the size of a step when the number of "
-            "workers changes, change 'trainer.num_gradient_accumulation_steps' or "
-            "'data_loader.batch_size' along with it.",
+            "The global batch size is %d now, and was %d before the checkpoint; the learning rate "
+            "may need to change. To keep the global batch size with another number of workers, "
+            "change 'trainer.num_gradient_accumulation_steps' or 'data_loader.batch_size' too.",
             now,
             before,
         )
@@ -566,17 +564,16 @@ def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
     name = checkpointer_class.__name__
     for method in overridden(DeepSpeedCheckpointer, checkpointer_class, _NOT_CALLED):
         raise ConfigurationError(
-            f"{name} overrides '{method}', which a DeepSpeedCheckpointer doesn't call: its "
-            "checkpoints are directories, of which it loads the newest intact one. Override "
-            f"{_OVERRIDABLE}, or remove the checkpoints that it isn't to load."
+            f"{name} overrides '{method}', which DeepSpeedCheckpointer doesn't call: it loads the "
+            f"newest intact checkpoint directory. Override {_OVERRIDABLE}, or delete the "
+            "checkpoints that it must not load."
         )
     try:
         inspect.signature(checkpointer_class.load_checkpoint).bind("self", "trainer")
     except TypeError:
         raise ConfigurationError(
-            f"'load_checkpoint' of {name} takes no trainer, into whose engine a "
-            "DeepSpeedCheckpointer loads: write `def load_checkpoint(self, trainer=None)`, and "
-            "call `super().load_checkpoint(trainer)`."
+            f"'load_checkpoint' of {name} has no argument for the trainer: write `def "
+            "load_checkpoint(self, trainer=None)`, and call `super().load_checkpoint(trainer)`."
         ) from None
 
 

@@ -125,10 +125,10 @@ class CommitRecord:
                 return cls.from_json(file.read())
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is missing: {directory} was not written by this package, or not completed."
+                f"{path} is missing: {directory} was not written by this package, or is incomplete."
             ) from None
         except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error}.") from error
+            raise CheckpointError(f"{path} could not be read: {error}.") from error
         except _OtherVersionError as error:
             raise CheckpointError(f"{path} has {error}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -153,12 +153,12 @@ class CommitRecord:
         version = values.get("format_version")
         if version != FORMAT_VERSION:
             raise _OtherVersionError(
-                f"format version {version}, and this version of allennlp-deepspeed reads "
-                f"{FORMAT_VERSION}: continue, or export its weights, with the version that wrote "
-                f"it ({values.get('versions')})."
+                f"format version {version}, but this version of allennlp-deepspeed reads "
+                f"{FORMAT_VERSION}: resume, or export its weights, with the version that wrote it "
+                f"({values.get('versions')})."
             )
         if checksum != _checksum(values):
-            raise ValueError("its SHA-256 is not the one that was recorded")
+            raise ValueError("SHA-256 mismatch")
         values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
         values["frozen"] = {k: FrozenRecord(*v) for k, v in values["frozen"].items()}
         return cls(**values)
@@ -204,7 +204,7 @@ class CommitRecord:
         ]
         foreign = sorted(set(file_names(directory)) - set(self.files) - {RECORD_NAME})
         problems += [
-            f"{os.path.join(directory, name)} is not of this checkpoint" for name in foreign
+            f"{os.path.join(directory, name)} belongs to another checkpoint" for name in foreign
         ]
         return [problem for problem in problems if problem is not None]
 
@@ -219,9 +219,9 @@ class CommitRecord:
         """
         if self.ranks:
             raise CheckpointError(
-                f"{directory} has {self.description()} of {self.world_size}, and the others are in "
-                "other directories. Copy those of all nodes into one first: `allennlp "
-                "deepspeed gather DIRECTORY DIRECTORY ... --output DIRECTORY`."
+                f"{directory} has {self.description()} of {self.world_size}; the others are in "
+                "other directories. First copy those of all nodes into one: `allennlp deepspeed "
+                "gather DIRECTORY DIRECTORY ... --output DIRECTORY`."
             )
 
     def description(self, ranks: Sequence[int] = ()) -> str:
@@ -260,18 +260,18 @@ def _problem(directory: str, name: str, record: FileRecord) -> Optional[str]:
     """Describes how a file differs from its record, or returns `None` if it doesn't."""
     path = os.path.join(directory, name)
     if not _is_inside(directory, name):
-        return f"{path} is outside of the checkpoint"
+        return f"{path} is outside the checkpoint"
     if not os.path.isfile(path):
         return f"{path} is missing"
     try:
         found = FileRecord.from_file(path)
     except OSError as error:
-        return f"{path} can't be read: {error}"
+        return f"{path} could not be read: {error}"
     if found == record:
         return None
     if found.bytes != record.bytes:
         return f"{path} has {found.bytes} bytes instead of {record.bytes}"
-    return f"{path} is damaged: its SHA-256 is not the one that was recorded"
+    return f"{path} is damaged: SHA-256 mismatch"
 
 
 def _is_inside(directory: str, name: str) -> bool:

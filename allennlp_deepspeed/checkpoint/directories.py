@@ -87,8 +87,9 @@ class Directories(NamedTuple):
             return "All ranks share one serialization directory."
         parts = "; ".join(map(self.names, self.groups))
         return (
-            f"The ranks have {len(self.groups)} serialization directories ({parts}). Each has the "
-            "checkpoint files of its own ranks, and the same ranks on the same hosts can continue."
+            f"The ranks have {len(self.groups)} serialization directories ({parts}), each with "
+            "the checkpoint files of its own ranks. Resuming needs the same ranks on the same "
+            "hosts."
         )
 
 

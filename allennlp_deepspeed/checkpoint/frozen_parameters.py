@@ -68,9 +68,8 @@ def check_same(
     )
     if different:
         raise CheckpointError(
-            f"{checkpoint} has no frozen parameters, and those of the model are not the ones that "
-            f"it was trained with: {_listing(different)}. Give the model the pretrained weights "
-            "that it had, from the same files."
+            f"{checkpoint} has no frozen parameters, and those of the model differ from the "
+            f"original ones: {_listing(different)}. Load the same pretrained weights as before."
         )
 
 

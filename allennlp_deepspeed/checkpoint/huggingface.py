@@ -150,7 +150,7 @@ def export_huggingface(
 @contextmanager
 def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterator[_TrainedModel]:
     if best and epoch is not None:
-        raise ConfigurationError("--best takes the weights of the best epoch: leave out --epoch.")
+        raise ConfigurationError("--best exports the weights of the best epoch: remove --epoch.")
     if os.path.isfile(source):
         check_archive(source, epoch, best)
         output_dir = os.path.join(os.path.dirname(source), _DIRECTORY_NAME)
@@ -162,7 +162,7 @@ def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterat
                 yield _TrainedModel(directory, serialization.load(path, mmap=True), output_dir)
         except tarfile.TarError as error:
             raise ConfigurationError(
-                f"{source} is no archive of AllenNLP's ({error}): give a model.tar.gz, a "
+                f"{source} is not an AllenNLP archive ({error}): pass a model.tar.gz, a "
                 "serialization directory or a checkpoint."
             ) from error
         return
@@ -170,8 +170,8 @@ def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterat
         path = os.path.join(source, BEST_WEIGHTS_NAME)
         if not os.path.isfile(path):
             raise ConfigurationError(
-                f"There is no {BEST_WEIGHTS_NAME} in {source}: leave out --best for the newest "
-                "checkpoint, or give the archive."
+                f"There is no {BEST_WEIGHTS_NAME} in {source}: remove --best to export the newest "
+                "checkpoint, or pass the archive."
             )
         output_dir = os.path.join(source, f"{_DIRECTORY_NAME}_best")
         yield _TrainedModel(source, serialization.load(path, mmap=True), output_dir)
@@ -200,8 +200,8 @@ def _check_output(output_dir: str) -> None:
     """
     if os.path.exists(output_dir) and (not os.path.isdir(output_dir) or os.listdir(output_dir)):
         raise ConfigurationError(
-            f"{output_dir} is there and not an empty directory: remove it, or write another "
-            "one for --output."
+            f"{output_dir} exists and isn't an empty directory: remove it, or write another "
+            "directory for --output."
         )
 
 
@@ -237,8 +237,8 @@ def _assign(model: Model, state_dict: Dict[str, Any]) -> None:
     unexpected = [name for name in state_dict if name not in own]
     if missing or unexpected:
         raise CheckpointError(
-            "The weights are not those of the model that the config describes: they lack "
-            f"{_listing(missing)}, and have {_listing(unexpected)} besides."
+            f"The weights don't match the model of the config: missing {_listing(missing)}, "
+            f"unexpected {_listing(unexpected)}."
         )
     # AllenNLP's method of this name has no `assign`.
     torch.nn.Module.load_state_dict(model, complete, assign=True)
@@ -254,12 +254,12 @@ def _transformer(model: Model, module: Optional[str]) -> Any:
     transformers = lora.find_transformers(model)
     if not transformers:
         raise ConfigurationError(
-            f"The model, a {type(model).__name__}, has none of transformers' models inside: "
-            "leave out --format for weights and an archive of AllenNLP's."
+            f"The model, a {type(model).__name__}, contains no transformers model: remove "
+            "--format to export weights and an AllenNLP archive."
         )
     if module is None and len(transformers) > 1:
         raise ConfigurationError(
-            f"The model has {len(transformers)} transformers: write --module and one of "
+            f"The model contains {len(transformers)} transformers: add --module with one of "
             f"{', '.join(transformers)}."
         )
     if module is None:
@@ -267,7 +267,7 @@ def _transformer(model: Model, module: Optional[str]) -> Any:
         return name, transformer
     if module not in transformers:
         raise ConfigurationError(
-            f"The model has no transformer '{module}': write --module and one of "
+            f"The model contains no transformer '{module}': write --module with one of "
             f"{', '.join(transformers)}."
         )
     return module, transformers[module]
@@ -291,9 +291,9 @@ def _check_loadable(transformer: "PreTrainedModel", name: str) -> None:
     # A configuration with its own code isn't in the mappings.
     if loaded and type(transformer) not in loaded:
         raise ConfigurationError(
-            f"'{name}' is a {type(transformer).__name__}, a part of a model that can't be loaded "
-            f"by itself, where a {' or a '.join(c.__name__ for c in loaded)} can. An archive has "
-            "it: leave out --format."
+            f"'{name}' is a {type(transformer).__name__}, which can't be loaded by itself; a "
+            f"{' or a '.join(c.__name__ for c in loaded)} can. Remove --format to export an "
+            "AllenNLP archive."
         )
 
 
@@ -312,7 +312,7 @@ def _tokenizer(
     try:
         return AutoTokenizer.from_pretrained(name, **kwargs)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        logger.warning("What is written will be without a tokenizer: %s", error)
+        logger.warning("Exporting without a tokenizer: %s", error)
         return None
 
 

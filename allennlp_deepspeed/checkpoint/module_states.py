@@ -218,8 +218,9 @@ def _decode(encoded: State, current: Any) -> Any:
             _load_attributes(current, saved)
         else:
             logger.warning(
-                "What a metric had added up before the checkpoint is lost, because the model makes "
-                "it in its forward pass. Make it in the model's constructor."
+                "The state of a metric before the checkpoint is lost, because the model "
+                "constructs the metric in its forward pass. Construct it in the model's "
+                "constructor."
             )
         return current
     if kind == "some":

@@ -46,8 +46,8 @@ def check_archive(source: str, epoch: Optional[int], best: bool = False) -> None
     """
     if best or epoch is not None:
         raise ConfigurationError(
-            f"{source} is an archive, which has one state of a model: leave out --epoch and "
-            "--best, or give the serialization directory."
+            f"{source} is an archive, which has one set of weights: remove --epoch and --best, or "
+            "pass the serialization directory."
         )
 
 
@@ -118,7 +118,7 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
     output = CheckpointDirectory(output_dir)
     if os.path.realpath(output.path(point)) in map(os.path.realpath, parts):
         raise CheckpointError(
-            f"{output_dir} is one of the directories with parts: write another one for --output."
+            f"{output_dir} is one of the input directories: write another one for --output."
         )
     unfinished = output.create_unfinished(point)
     merged = next(iter(parts.values()))
@@ -153,8 +153,8 @@ def _points(directories: Sequence[CheckpointDirectory], epoch: Optional[int]) ->
         which = "checkpoint" if epoch is None else f"checkpoint of {epoch} epochs"
         found = ", ".join(os.path.basename(directories[0].path(point)) for point in every)
         raise CheckpointError(
-            f"There is no {which} in {', '.join(d.serialization_dir for d in directories)}. There "
-            f"are: {found or 'none'}."
+            f"There is no {which} in {', '.join(d.serialization_dir for d in directories)}. "
+            f"Found: {found or 'none'}."
         )
     if epoch is not None:
         points.sort(key=lambda point: (point.steps == 0, point), reverse=True)
@@ -181,8 +181,8 @@ def _newest_parts(
             record = next(iter(parts.values()))
             first_problem = first_problem or (
                 f"{' and '.join(parts)} {'are parts' if len(parts) > 1 else 'is a part'} of a "
-                f"checkpoint without {record.description(sorted(missing))}. Give the serialization "
-                "directories of all nodes, in any order."
+                f"checkpoint, but {record.description(sorted(missing))} are missing. Pass the "
+                "serialization directories of all nodes, in any order."
             )
     raise CheckpointError(str(first_problem))
 

@@ -46,8 +46,8 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Colle
     is_partitioned = engine.zero_optimization_partition_weights()
     if is_partitioned and engine.optimizer.params_in_nvme_and_cpu:
         raise CheckpointError(
-            f"{checkpoint.directory} can only be continued by {checkpoint.world_size} workers, "
-            "because weights are on NVMe. Its weights can be had with `allennlp deepspeed export`."
+            f"{checkpoint.directory} can be resumed with {checkpoint.world_size} workers only, "
+            "because weights are on NVMe. To get its weights, run `allennlp deepspeed export`."
         )
     shards = Shards(engine)
     _check_parameters(shards, checkpoint, excluded)
@@ -114,8 +114,8 @@ def _check_parameters(
     differing = sorted(n for n in {*actual, *expected} if actual.get(n) != expected.get(n))
     if differing:
         raise CheckpointError(
-            f"The model is not the one of the checkpoint in {checkpoint.directory}. These "
-            "parameters are of another shape, frozen in one of the two only, or not in both: "
+            f"The model differs from the checkpoint in {checkpoint.directory}. These parameters "
+            "have another shape, are frozen in one of the two, or are missing in one: "
             f"{', '.join(differing)}."
         )
 

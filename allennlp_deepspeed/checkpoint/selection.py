@@ -83,7 +83,7 @@ def find_newest_intact(
         _refuse_unless_previous(checkpoints, point, problem, older, on_corrupt)
         if directories.is_leader:
             logger.warning("%s", problem)
-            logger.warning("It is now in %s", checkpoints.mark_corrupt(point))
+            logger.warning("Renamed the damaged checkpoint to %s", checkpoints.mark_corrupt(point))
         dist.barrier()
     return None
 
@@ -104,7 +104,7 @@ def _complete_commits(checkpoints: CheckpointDirectory, directories: Directories
         for point in checkpoints.list_unfinished():
             path = checkpoints.unfinished_path(point)
             if _id(path) in of_all:
-                logger.info("Committing %s, as other nodes have.", path)
+                logger.info("Committing %s, which other nodes have committed.", path)
                 checkpoints.commit(point)
 
 
@@ -138,14 +138,14 @@ def _common_points(checkpoints: CheckpointDirectory, directories: Directories) -
         lacking = [rank for rank in range(len(everyones)) if rank not in having]
         others = f"and {directories.names(lacking)} {'has' if len(lacking) == 1 else 'have'} not"
         problem = (
-            f"{checkpoints.path(newest)} is there for {directories.names(having)}, "
-            f"{others if lacking else 'but they are parts of different checkpoints'}"
+            f"{checkpoints.path(newest)} exists for {directories.names(having)}, "
+            f"{others if lacking else 'but its parts belong to different checkpoints'}"
         )
         if not common:
             raise CheckpointError(f"{problem}. {_ADVICE}")
         instead = checkpoints.path(common[-1])
         if directories.is_leader:
-            logger.warning("%s. Continuing from %s instead.", problem, instead)
+            logger.warning("%s. Resuming from %s instead.", problem, instead)
     return common
 
 
@@ -198,8 +198,8 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
         is_right = record.world_size == world_size and {*here} <= {*(record.ranks or here)}
     if not is_right:
         problem = (
-            f"{path} has {record.description()}, of {record.world_size}, where "
-            f"{directories.names(here)} of {world_size} are to continue"
+            f"{path} has {record.description()}, of {record.world_size}, but "
+            f"{directories.names(here)} of {world_size} are resuming"
         )
     problems = list(
         dict.fromkeys(p for p in collectives.all_gather_object(problem) if p is not None)
@@ -209,10 +209,10 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
 
 
 _ADVICE = (
-    "With a serialization directory of its own on each node, a training is continued by the same "
-    "ranks on the same hosts. To continue in any other way, copy all parts into one directory with "
-    "`allennlp deepspeed gather DIRECTORY DIRECTORY ... --output DIRECTORY`, and recover from that "
-    "one where all nodes share it."
+    "If each node has its own serialization directory, a training must be resumed with the same "
+    "ranks on the same hosts. Otherwise copy all parts into one directory with `allennlp "
+    "deepspeed gather DIRECTORY DIRECTORY ... --output DIRECTORY`, and resume from it, shared by "
+    "all nodes."
 )
 
 
@@ -225,14 +225,13 @@ def _refuse_unless_previous(
 ) -> None:
     if older is None:
         raise CheckpointError(
-            f"{problem} There is no other checkpoint that is intact. Put the files back as they "
-            "were, or start anew with another serialization directory."
+            f"{problem} No other checkpoint is intact. Restore the files, or start again in "
+            "another serialization directory."
         )
     if on_corrupt != "previous":
         raise CheckpointError(
-            f"{problem} Put the files back as they were; or continue from "
-            f"{checkpoints.path(older)}, which is intact, by writing "
-            '"checkpointer": {"on_corrupt": "previous"} in the config, or by removing '
+            f"{problem} Restore the files, or resume from {checkpoints.path(older)}, which is "
+            'intact: write "on_corrupt": "previous" in \'trainer.checkpointer\', or delete '
             f"{checkpoints.path(point)}."
         )
 
@@ -249,11 +248,11 @@ def check_version(path: str, record: CommitRecord, trainer_state: Dict[str, Any]
     version = trainer_state.get("version")
     if version != TRAINING_STATE_VERSION:
         raise CheckpointError(
-            f"{path} has a training state of version {version}, and this version of "
-            f"allennlp-deepspeed continues from {TRAINING_STATE_VERSION}: continue with the "
-            f"version that wrote it ({record.versions}); or take its weights with `allennlp "
-            f"deepspeed export {os.path.dirname(path)}` and start anew from them with "
-            '"model": {"type": "from_archive", ...}.'
+            f"{path} has a training state of version {version}, but this version of "
+            f"allennlp-deepspeed resumes from {TRAINING_STATE_VERSION}: resume with the version "
+            f"that wrote it ({record.versions}), or export the weights (`allennlp deepspeed "
+            f'export {os.path.dirname(path)}`) and start from them with "model": {{"type": '
+            '"from_archive", ...}.'
         )
 
 
@@ -269,10 +268,10 @@ def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> No
     stage = trainer.engine.zero_optimization_stage()
     if record.zero_stage != stage:
         raise CheckpointError(
-            f"{path} was written at ZeRO stage {record.zero_stage}, and this is stage {stage}. "
-            f'Write "stage": {record.zero_stage} to continue; or take its weights with '
-            f"`allennlp deepspeed export {os.path.dirname(path)}` and start anew from them "
-            'with "model": {"type": "from_archive", ...}.'
+            f"{path} was written at ZeRO stage {record.zero_stage}, but the config has stage "
+            f'{stage}. Write "stage": {record.zero_stage} to resume, or export the weights '
+            f"(`allennlp deepspeed export {os.path.dirname(path)}`) and start from them with "
+            '"model": {"type": "from_archive", ...}.'
         )
     shapes = parameter_shapes(trainer.model)
     different = [
@@ -283,9 +282,9 @@ def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> No
     ]
     if different:
         raise CheckpointError(
-            f"{path} is of another model: {'; '.join(different[:3])}"
-            f"{' and others' if len(different) > 3 else ''}. Write the model that it was "
-            "written with, or start anew with another serialization directory."
+            f"{path} is of another model: "
+            f"{'; '.join(different[:3])}{' and others' if len(different) > 3 else ''}. Use the "
+            "model of the checkpoint, or start again in another serialization directory."
         )
 
 
@@ -308,9 +307,8 @@ def refuse_allennlp_checkpoints(serialization_dir: str) -> None:
     for name in sorted(os.listdir(serialization_dir)):
         if _ALLENNLP_CHECKPOINT.match(name):
             raise CheckpointError(
-                f"{os.path.join(serialization_dir, name)} is a checkpoint of AllenNLP's "
-                "own trainer, which the 'deepspeed' trainer can't continue. Finish that "
-                'training with "type": "gradient_descent", or start anew with another '
-                'serialization directory, from its weights with "model": {"type": '
-                '"from_archive", ...}.'
+                f"{os.path.join(serialization_dir, name)} is a checkpoint of AllenNLP's own "
+                "trainer, from which the 'deepspeed' trainer can't resume. Finish that training "
+                'with "type": "gradient_descent", or start from its weights in another '
+                'serialization directory with "model": {"type": "from_archive", ...}.'
             )

@@ -105,14 +105,14 @@ def _describe_other_file(path: str, message: str) -> str:
     contents = f"holds {holds.group(1)} and " if holds else ""
     checkpoint = _CHECKPOINT.match(path)
     advice = (
-        f"remove {checkpoint.group()}, and `allennlp train --recover` continues from the one "
-        "before it, or starts anew if there is none."
+        f"delete {checkpoint.group()}, and `allennlp train --recover` resumes from the previous "
+        "one, or starts again if there is none."
         if checkpoint
-        else "run `allennlp train --recover`, which takes it from the newest checkpoint."
+        else "run `allennlp train --recover`, which restores it from the newest checkpoint."
     )
     return (
-        f"{path} is not a file that this package has written, or it is damaged. It {contents}has "
-        f"not been loaded, so that no code in it was run. Put back the file as it was; or {advice}"
+        f"{path} was not written by this package, or is damaged. It {contents}was not loaded, and "
+        f"no code in it was run. Restore the file, or {advice}"
     )
 
 

@@ -145,7 +145,7 @@ class ShardedCheckpoint:
         if optimizers and len(optimizers) != self.world_size:
             raise CheckpointError(
                 f"{self._engine_directory} has the optimizer states of {len(optimizers)} workers, "
-                f"and {self.world_size} wrote it: those of all nodes are needed."
+                f"but {self.world_size} wrote it: the files of all nodes are needed."
             )
         self._module: Dict[str, Any] = model["module"]
         self._canonical_names = _canonical_names(self._module, model["buffer_names"])
@@ -214,10 +214,10 @@ class ShardedCheckpoint:
         for key in names:
             if shard.state[key].dim() != 1 or shard.state[key].numel() not in lengths:
                 raise CheckpointError(
-                    f"In {self._engine_directory} the optimizer's state '{key}' has the shape "
+                    f"In {self._engine_directory} the optimizer state '{key}' has shape "
                     f"{tuple(shard.state[key].shape)} for a shard of {lengths[0]} weights, which "
-                    "can't be divided among another number of workers. Continue with the number "
-                    f"that wrote it ({len(self._shards)})."
+                    "can't be resharded. Resume with the same number of workers "
+                    f"({len(self._shards)})."
                 )
         return names
 

@@ -30,8 +30,8 @@ class ModelStateOfEngine(Mapping):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            "`get_checkpoint_state` of a 'deepspeed' trainer has no state of the model: the engine "
-            "saves the shards. For the full weights, call `trainer.model.state_dict()` "
+            "`get_checkpoint_state` of a 'deepspeed' trainer has no model state, because the "
+            "engine saves the shards. For the full weights, call `trainer.model.state_dict()` "
             "within `with trainer.modified_weights():` on every rank."
         )
 

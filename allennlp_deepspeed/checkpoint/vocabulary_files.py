@@ -52,10 +52,10 @@ def difference(serialization_dir: str, recorded: Dict[str, str], checkpoint: str
         return None
     which = ", ".join(os.path.join(serialization_dir, _DIRECTORY, name) for name in names[:3])
     return (
-        f"{checkpoint} was trained with another vocabulary: {which}"
-        f"{' and others' if len(names) > 3 else ''} differ from what they were then, so that words "
-        "or labels have other indices. Put back the files, and the data that they are made of, or "
-        "start anew with another serialization directory."
+        f"{checkpoint} was trained with another vocabulary: "
+        f"{which}{' and others' if len(names) > 3 else ''} differ, so that words or labels have "
+        "other indices. Restore the vocabulary files and the data that they are built from, or "
+        "start again in another serialization directory."
     )
 
 

@@ -28,10 +28,9 @@ class Check:
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Check a whole config file as 'allennlp train' does before it reads any data, and "
-            "print the DeepSpeed configuration that it would train with, with where the values "
-            "come from that the file leaves open. Exits with 1 and a line for each key that is "
-            "wrong."
+            "Check a config as 'allennlp train' does before it reads data, and print the resolved "
+            "DeepSpeed configuration, with the sources of values that the config leaves unset. If "
+            "keys are wrong, print one line for each and exit with code 1."
         )
         subparser = parser.add_parser("check", description=description, help=description)
         add_config(subparser)
@@ -45,12 +44,13 @@ class Check:
             check(params)
             if not has_deepspeed_trainer(params.as_dict(quiet=True)):
                 raise ConfigurationError(
-                    "'trainer.type' isn't \"deepspeed\", and the configs of other trainers aren't "
-                    'checked: write it, or add -o \'{"trainer.type": "deepspeed"}\' to the command.'
+                    "'trainer.type' isn't \"deepspeed\", and only configs with this trainer are "
+                    'checked: write it, or add -o \'{"trainer.type": "deepspeed"}\' to the '
+                    "command."
                 )
         filled = _FilledValues()
         resolved = _resolved(params, filled)
-        print(f"{args.param_path} can be trained with this DeepSpeed configuration:")
+        print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")
         print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
 
 
@@ -88,5 +88,5 @@ def _resolved(params: Params, filled: _FilledValues) -> Dict[str, Any]:
         engine_config.update(gradient_accumulation_steps=AUTO, train_micro_batch_size_per_gpu=AUTO)
     is_filled = configured_value(deepspeed_config.config, _NUM_STEPS) is None
     if is_filled and lookup(engine_config, _NUM_STEPS) is not None:
-        engine_config["scheduler"]["params"]["total_num_steps"] = "known when the data are read"
+        engine_config["scheduler"]["params"]["total_num_steps"] = "known after reading data"
     return engine_config

@@ -30,8 +30,8 @@ class DeepSpeed(Subcommand):
     @overrides
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Check a config, estimate memory, and work with what the 'deepspeed' trainer leaves on "
-            "disk."
+            "Check a config, estimate memory, and export, gather or report what the 'deepspeed' "
+            "trainer saved."
         )
         subparser = parser.add_parser(self.name, description=description, help=description)
         version = f"allennlp-deepspeed {own_version()}"

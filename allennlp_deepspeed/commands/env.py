@@ -45,9 +45,8 @@ class Env:
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Print what to paste into a bug report: versions, plugin files, the environment "
-            "variables that matter, without secrets, and what torch.utils.collect_env and "
-            "ds_report print."
+            "Print the environment for a bug report: versions, plugin files, relevant environment "
+            "variables (without secrets), and the output of torch.utils.collect_env and ds_report."
         )
         subparser = parser.add_parser("env", description=description, help=description)
         subparser.set_defaults(func=self.run)

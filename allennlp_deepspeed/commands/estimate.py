@@ -22,10 +22,11 @@ from allennlp_deepspeed.launch import failures
 _WIDTH = 130  # characters, if the output isn't a terminal
 
 _NOTE = (
-    "Model states and DeepSpeed's buffers only. Activations, the model's own buffers, what an "
-    "operation takes for a moment, CUDA itself and fragmentation come on top: leave room for them. "
-    "Buffers have the sizes of 'reduce_bucket_size', 'stage3_prefetch_bucket_size' and "
-    "'stage3_max_reuse_distance' in 'zero_optimization', and of the 'buffer_*' of NVMe."
+    "Only model states and DeepSpeed's buffers are counted. Leave room for activations, the "
+    "model's own buffers, temporary tensors, the CUDA context and fragmentation. Buffers don't "
+    "depend on the size of the model: DeepSpeed allocates 'reduce_bucket_size' elements (twice "
+    "with 'overlap_comm'), and at stage 3 gathers up to 'stage3_prefetch_bucket_size' and "
+    "'stage3_max_reuse_distance'; on NVMe see 'buffer_size' and 'buffer_count'."
 )
 
 
@@ -34,37 +35,36 @@ class EstimateMemory:
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Print how many bytes the weights, gradients and optimizer states of a config's model "
-            "take on each rank, at each ZeRO stage and with each offload, which of these fit, and "
-            "the 'deepspeed_config' of the fastest that does. Needs no GPU and no compiler, "
-            "and reads no pretrained weights."
+            "Print the bytes of weights, gradients and optimizer states of a config's model per "
+            "rank, for each ZeRO stage and offload option, which of these fit, and the "
+            "'deepspeed_config' of the fastest one that fits. Needs no GPU and no compiler, and "
+            "loads no pretrained weights."
         )
         subparser = parser.add_parser("estimate", description=description, help=description)
         add_config(subparser)
         subparser.add_argument(
             "--workers",
             type=_positive,
-            help="how many to train with (default: as many as the config names)",
+            help="number of workers (default: that of the config)",
         )
         subparser.add_argument(
             "--gpu-memory",
             type=_bytes,
-            help="memory of each GPU, as 80GB or 40GiB (default: that of this machine's, if it has "
-            "one)",
+            help="memory of each GPU, such as 80GB or 40GiB (default: that of this machine's GPU)",
         )
         subparser.add_argument(
             "--cpu-memory",
             type=_bytes,
-            help="memory of each node (default: that of this machine)",
+            help="CPU memory of each node (default: that of this machine)",
         )
         subparser.add_argument(
             "--nvme-memory",
             type=_bytes,
-            help="space on the NVMe device of each node (default: what is free at the config's "
-            "'nvme_path', or in the current folder if it names none that is on this machine)",
+            help="free space on the NVMe device of each node (default: the free space at the "
+            "config's 'nvme_path', or else in the current directory)",
         )
         subparser.add_argument(
-            "--json", action="store_true", help="print everything as JSON, in bytes"
+            "--json", action="store_true", help="print JSON, with sizes in bytes"
         )
         subparser.set_defaults(func=self.run)
         return subparser
@@ -85,13 +85,13 @@ class EstimateMemory:
 
 def add_config(subparser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a command that reads a config as 'allennlp train' does."""
-    subparser.add_argument("param_path", type=str, help="the config file of the training")
+    subparser.add_argument("param_path", type=str, help="path of the config file")
     subparser.add_argument(
         "-o",
         "--overrides",
         type=str,
         default="",
-        help="a JSON structure with changes to the config, as for 'allennlp train'",
+        help="JSON with changes to the config, as for 'allennlp train'",
     )
 
 
@@ -131,12 +131,12 @@ def _print(estimate: Estimate) -> None:
     console.print(f"Parameters: {size.total:,} ({trainable:,} trainable, {frozen:,} frozen)")
     console.print(f"Largest parameter: {size.largest_parameter:,} ({estimate.largest_parameter})")
     console.print(
-        f"Largest module, whole on each worker at stage 3: {size.largest_module:,} "
+        f"Largest module (gathered at stage 3): {size.largest_module:,} "
         f"({estimate.largest_module or 'the model'})"
     )
     console.print(
         f"Precision: {estimate.precision}. Optimizer: {estimate.optimizer}. Workers: "
-        f"{estimate.workers}, {estimate.workers_per_node} on each node."
+        f"{estimate.workers} ({estimate.workers_per_node} per node)."
     )
     console.print(_table(estimate))
     for placement in estimate.placements:
@@ -150,7 +150,7 @@ def _table(estimate: Estimate) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("ZeRO stage", no_wrap=True)
     table.add_column("device")
-    for heading in ("weights", "gradients", "optimizer", "buffers", "of a rank", "of a node"):
+    for heading in ("weights", "gradients", "optimizer", "buffers", "per rank", "per node"):
         table.add_column(heading, justify="right")
     table.add_column("fits")
     for placement in estimate.placements:
@@ -179,24 +179,23 @@ def _add_rows(table: Table, placement: PlacementEstimate, estimate: Estimate) ->
 
 def _print_advice(console: Console, estimate: Estimate) -> None:
     if estimate.device_type == "cpu":
-        console.print("The config's workers are on the CPU. For GPUs give --gpu-memory.")
+        console.print("The config trains on the CPU. For GPUs add --gpu-memory.")
         return
     if estimate.gpu_memory is None:
-        console.print("To see what fits, give --gpu-memory: this machine has no GPU.")
+        console.print("This machine has no GPU: add --gpu-memory to see what fits.")
         return
     memory = (
-        f"{_format_bytes(estimate.gpu_memory)} on each GPU, and "
-        f"{_format_bytes(estimate.cpu_memory)} of memory and "
-        f"{_format_bytes(estimate.nvme_memory)} on NVMe on each node"
+        f"{_format_bytes(estimate.gpu_memory)} per GPU, {_format_bytes(estimate.cpu_memory)} CPU "
+        f"memory and {_format_bytes(estimate.nvme_memory)} NVMe per node"
     )
     first = estimate.first_fitting
     if first is None:
         console.print(
-            f"Nothing fits into {memory}. More workers divide what stage 3 has on each, and a "
-            "smaller 'reduce_bucket_size' has smaller buffers."
+            f"Nothing fits into {memory}. Stage 3 needs less memory per worker with more workers; "
+            "a smaller 'reduce_bucket_size' makes buffers smaller."
         )
         return
-    console.print(f"The fastest that fits into {memory}, in the section of the trainer:")
+    console.print(f"Fastest configuration that fits into {memory}; write in 'trainer':")
     value = json.dumps(first.deepspeed_config)
     console.print(f'"deepspeed_config": {value}', soft_wrap=True)
 
@@ -227,11 +226,13 @@ def _bytes(text: str) -> int:
     except ValidationError:
         num_bytes = ByteSize(0)
     if num_bytes <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a size such as 80GB, 40GiB or 40960MB")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a size: write 80GB, 40GiB or 40960MB, for example"
+        )
     return int(num_bytes)
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' must be a number of workers, 1 or more")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of workers: write 1 or more")
     return int(text)

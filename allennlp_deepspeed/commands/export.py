@@ -14,62 +14,64 @@ class Export:
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Make fp32 weights (weights.th) and an archive (model.tar.gz) out of a checkpoint, or "
-            "a directory that transformers load, on one CPU. Prints the directory with the files."
+            "Export a checkpoint on one CPU: fp32 weights (weights.th) and an archive "
+            "(model.tar.gz), or a directory for transformers' from_pretrained. Prints the "
+            "directory of the files."
         )
         subparser = parser.add_parser("export", description=description, help=description)
         subparser.add_argument(
             "source",
             type=str,
             metavar="serialization_dir",
-            help="the directory that training saves to, a checkpoint in it, or an archive for "
-            "--format huggingface and --adapters-only",
+            help="serialization directory of the training, a checkpoint in it, or (with --format "
+            "huggingface or --adapters-only) an archive",
         )
         checkpoint = subparser.add_mutually_exclusive_group()
         checkpoint.add_argument(
             "--epoch",
             type=int,
-            help="the checkpoint with this number of completed epochs (default: the newest)",
+            help="checkpoint after this number of completed epochs (default: the newest)",
         )
         checkpoint.add_argument(
             "--best",
             action="store_true",
-            help="with --format huggingface: the weights of the best epoch, not of a checkpoint",
+            help="with --format huggingface: weights of the best epoch instead of a checkpoint",
         )
         subparser.add_argument(
             "--format",
             choices=["allennlp", "huggingface"],
             default="allennlp",
-            help="allennlp for weights.th and model.tar.gz (the default), huggingface for a "
-            "transformer and its tokenizer as from_pretrained reads them, adapters merged",
+            help="allennlp: weights.th and model.tar.gz (default); huggingface: a transformer and "
+            "its tokenizer for from_pretrained, adapters merged",
         )
         subparser.add_argument(
             "--output",
             type=str,
-            help="where to write the files (default: a directory in the serialization directory "
-            "whose name begins with export_)",
+            help="output directory (default: export_... in the serialization directory)",
         )
         subparser.add_argument(
             "--module",
             type=str,
-            help="with --format huggingface: the transformer's name, if the model has several",
+            help="with --format huggingface: name of the transformer's module, if the model has "
+            "several",
         )
         subparser.add_argument(
             "--max-shard-size",
             type=str,
-            help="with --format huggingface: of a file of weights, such as 500MB (default: 5GB)",
+            help="with --format huggingface: maximum size of a weights file, such as 500MB "
+            "(default: 5GB)",
         )
         adapters = subparser.add_mutually_exclusive_group()
         adapters.add_argument(
             "--adapters-only",
             "--adapters",
             action="store_true",
-            help="write LoRA's adapters alone, in the files of peft, and the tokenizer",
+            help="export LoRA's adapters only, as peft's files, and the tokenizer",
         )
         adapters.add_argument(
             "--merge-adapters",
             action="store_true",
-            help="add LoRA's adapters to the weights, for an archive that needs no peft",
+            help="merge LoRA's adapters into the weights, for an archive that doesn't need peft",
         )
         subparser.set_defaults(func=self.run)
         return subparser
@@ -90,7 +92,7 @@ class Export:
         for flag in ("best", "module", "max_shard_size"):
             if getattr(args, flag):
                 raise ConfigurationError(
-                    f"--{flag.replace('_', '-')} is for --format huggingface: write that too, or "
-                    "leave it out."
+                    f"--{flag.replace('_', '-')} needs --format huggingface: add it, or remove "
+                    f"--{flag.replace('_', '-')}."
                 )
         print(export(args.source, args.epoch, args.output, args.merge_adapters))

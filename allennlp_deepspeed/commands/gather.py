@@ -11,9 +11,9 @@ class Gather:
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Copy the parts of the newest checkpoint that is complete from the serialization "
-            "directories of all nodes into one, and compare every file with its checksum. Prints "
-            "the directory of the checkpoint."
+            "Copy the parts of the newest complete checkpoint from the serialization directories "
+            "of all nodes into one directory, and verify the checksum of each file. Prints the "
+            "directory of the checkpoint."
         )
         subparser = parser.add_parser("gather", description=description, help=description)
         subparser.add_argument(
@@ -21,15 +21,15 @@ class Gather:
             type=str,
             nargs="+",
             metavar="serialization_dir",
-            help="the directories that training has saved to, of all nodes, in any order",
+            help="serialization directories of all nodes, in any order",
         )
         subparser.add_argument(
-            "--output", type=str, required=True, help="the serialization directory to make"
+            "--output", type=str, required=True, help="serialization directory to create"
         )
         subparser.add_argument(
             "--epoch",
             type=int,
-            help="the checkpoint with this number of completed epochs (default: the newest)",
+            help="checkpoint after this number of completed epochs (default: the newest)",
         )
         subparser.set_defaults(func=self.run)
         return subparser

@@ -180,8 +180,8 @@ class Estimator:
         self._optimizer = {"type": optimizer} if isinstance(optimizer, str) else optimizer
         if not self._size.trainable:
             raise ConfigurationError(
-                "The model has no parameter to train: see 'trainer.no_grad' and \"trainable\" or "
-                '"train_parameters" in the model.'
+                "The model has no trainable parameter: see 'trainer.no_grad', and \"trainable\" "
+                "or \"train_parameters\" in 'model'."
             )
 
     @property

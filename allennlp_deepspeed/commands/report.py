@@ -11,20 +11,20 @@ class Report:
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Write an HTML page that needs no network: curves, checkpoints, warnings, configs and "
-            "their differences, of one or several runs. Prints its path."
+            "Write an HTML page (works offline) with the curves, checkpoints, warnings and "
+            "configs of one or several runs. Prints its path."
         )
         subparser = parser.add_parser("report", description=description, help=description)
         subparser.add_argument(
             "serialization_dirs",
             nargs="+",
             metavar="serialization_dir",
-            help="the directory that a training saves to; several are compared",
+            help="serialization directory of a training; several are compared",
         )
         subparser.add_argument(
             "--output",
             type=str,
-            help="the file to write (default: report.html in the first directory)",
+            help="output file (default: report.html in the first directory)",
         )
         subparser.set_defaults(func=self.run)
         return subparser

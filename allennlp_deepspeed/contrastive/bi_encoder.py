@@ -104,8 +104,8 @@ class BiEncoder(ContrastiveModel):
             dims = [e.get_output_dim() for e in (self._query_encoder, self._document_encoder)]
             if dims[0] != dims[1]:
                 raise ConfigurationError(
-                    f"Queries are encoded in {dims[0]} dimensions and documents in {dims[1]}: give "
-                    "'model.projection_dim', or encoders with the same output dimension."
+                    f"Queries have {dims[0]} dimensions and documents {dims[1]}: write "
+                    "'model.projection_dim', or use encoders with the same output dimension."
                 )
         # The parameter is a logarithm, so that no step can make the temperature negative.
         log_scale = torch.tensor([-math.log(temperature)])
@@ -208,9 +208,8 @@ class BiEncoder(ContrastiveModel):
         queries, documents = representations["query"], representations["document"]
         if not self.training and (query_id is None or document_id is None):
             raise ConfigurationError(
-                "Retrieval is measured over many batches, by the ids of queries and documents: "
-                "the instances need the fields 'query_id' and 'document_id', as the reader "
-                "'text_pairs' gives them."
+                "Retrieval metrics need the ids of queries and documents: the instances must have "
+                "the fields 'query_id' and 'document_id', as those of the reader \"text_pairs\"."
             )
         indices = torch.arange(len(queries), device=queries.device)
         pairs = Pairs(

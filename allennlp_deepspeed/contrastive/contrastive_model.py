@@ -60,8 +60,8 @@ class ContrastiveModel(Model):
         super().__init__(vocab, regularizer, **kwargs)
         if negatives not in ("global", "local"):
             raise ConfigurationError(
-                f"'model.negatives' is {negatives!r}: write \"global\" for those of all workers' "
-                'batches, or "local" for those of each worker\'s own.'
+                f"'model.negatives' is {negatives!r}: write \"global\" for negatives of all "
+                'workers, or "local" for those of the same worker.'
             )
         self.negatives = negatives
         self._encode_arguments = _arguments(self.encode)
@@ -141,8 +141,8 @@ class ContrastiveModel(Model):
             for name, value in loss_inputs.items():
                 if not isinstance(value, torch.Tensor):
                     raise ConfigurationError(
-                        f"'{name}' is an argument of `contrastive_loss` of {type(self).__name__}, "
-                        f"and a {type(value).__name__}: only tensors can be gathered from all "
+                        f"'{name}', an argument of `contrastive_loss` of {type(self).__name__}, "
+                        f"is a {type(value).__name__}: only tensors can be gathered from all "
                         "workers."
                     )
             # Inputs and representations may have the same names.
@@ -159,8 +159,9 @@ class ContrastiveModel(Model):
                 if outputs["loss"].dim() > 0:
                     raise ConfigurationError(
                         f"The loss of {type(self).__name__} has shape "
-                        f"{tuple(outputs['loss'].shape)}, but with 'divides_loss' it is a scalar: "
-                        "return the sum over the rows divided by the number of all examples."
+                        f"{tuple(outputs['loss'].shape)}, but with 'divides_loss' it must be a "
+                        "scalar: return the sum over the rows divided by the number of all "
+                        "examples."
                     )
                 return {**outputs, "loss": sum_over_ranks(outputs["loss"])}
         return self.contrastive_loss(representations, **loss_inputs)

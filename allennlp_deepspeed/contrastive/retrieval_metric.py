@@ -59,8 +59,8 @@ class RetrievalMetric(Metric):
         self._recall_at = [1, 10, 100] if recall_at is None else recall_at
         if any(type(k) is not int or k < 1 for k in self._recall_at):
             raise ConfigurationError(
-                f"'recall_at' of the metric is {recall_at}. Give integers that are at least 1, "
-                "such as [1, 10, 100]."
+                f"'recall_at' of the metric is {recall_at}: write integers of at least 1, such as "
+                "[1, 10, 100]."
             )
         self._device: Optional[torch.device] = None
         self._seen: List[Rows] = []
@@ -103,7 +103,7 @@ class RetrievalMetric(Metric):
             shapes = [tuple(t.shape) for t in (queries, documents, query_ids, document_ids)]
             raise ConfigurationError(
                 "The retrieval metric expects queries and documents of shape (n, dim) and ids of "
-                f"queries and documents of shape (n,), and not {', '.join(map(str, shapes))}."
+                f"shape (n,), but got {', '.join(map(str, shapes))}."
             )
         self._device = queries.device
         self._seen.append(

@@ -45,7 +45,7 @@ class TextEmbedderPredictor(Predictor):
         super().__init__(model, dataset_reader, frozen)
         if side not in SIDES:
             raise ConfigurationError(
-                f'\'side\' of the predictor is {side!r}. Give "query" or "document".'
+                f'\'side\' of the predictor is {side!r}: write "query" or "document".'
             )
         self._side = side
 
@@ -106,7 +106,6 @@ def get_text(inputs: JsonDict, key: str) -> str:
     text: Any = inputs.get(key)
     if not isinstance(text, str) or not text.strip():
         raise ConfigurationError(
-            f"The predictor has been given {inputs}. Give an object such as "
-            f'{{"{key}": "some text"}}.'
+            f'The predictor got {inputs}: pass an object such as {{"{key}": "some text"}}.'
         )
     return text

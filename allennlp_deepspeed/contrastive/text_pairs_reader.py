@@ -82,8 +82,8 @@ class TextPairsReader(DatasetReader):
         )
         if num_negatives < 0:
             raise ConfigurationError(
-                f"'num_negatives' of the reader is {num_negatives}. Give the number of negatives "
-                "to read for each pair, 0 for none."
+                f"'num_negatives' of the reader is {num_negatives}: write the number of negatives "
+                "per pair, 0 for none."
             )
         for key, limit in (
             ("max_query_tokens", max_query_tokens),
@@ -91,8 +91,8 @@ class TextPairsReader(DatasetReader):
         ):
             if limit is not None and limit < 1:
                 raise ConfigurationError(
-                    f"'{key}' of the reader is {limit}. Give a number of tokens that is at least "
-                    "1, or leave the key out for no limit."
+                    f"'{key}' of the reader is {limit}: write a number of tokens of at least 1, "
+                    "or remove the key for no limit."
                 )
         self._tokenizer = tokenizer or SpacyTokenizer()
         self._token_indexers = token_indexers or {"tokens": SingleIdTokenIndexer()}
@@ -107,8 +107,8 @@ class TextPairsReader(DatasetReader):
         suffix = Path(file_path).suffix
         if suffix not in _PARSERS:
             raise ConfigurationError(
-                f"The file '{file_path}' ends in '{suffix}', which says nothing about its format. "
-                f"Give one that ends in {', '.join(_PARSERS)}."
+                f"The file '{file_path}' ends in '{suffix}', an unknown format: use a file that "
+                f"ends in {', '.join(_PARSERS)}."
             )
         parse = _PARSERS[suffix]
         for line in self.shard_iterable(read_lines(file_path)):
@@ -211,7 +211,7 @@ def _parse_json(line: Line) -> Dict[str, Any]:
     arguments: Dict[str, Any] = {}
     for key in ("query", "document"):
         if key not in record:
-            raise line.error(f"Expected the keys 'query' and 'document'. There is no '{key}'.")
+            raise line.error(f"Expected the keys 'query' and 'document', but '{key}' is missing.")
         arguments[key] = line.check_text(record[key], f"'{key}'")
         arguments[f"{key}_id"] = _check_id(line, record.get(f"{key}_id"), f"'{key}_id'")
     negatives = _check_list(line, record, "negatives") or []
@@ -220,7 +220,7 @@ def _parse_json(line: Line) -> Dict[str, Any]:
     if negative_ids is not None:
         if len(negative_ids) != len(negatives) or None in negative_ids:
             raise line.error(
-                f"Expected as many 'negative_ids' as 'negatives', {len(negatives)}, and not "
+                f"Expected {len(negatives)} 'negative_ids', one for each of 'negatives', but got "
                 f"{negative_ids!r}."
             )
         arguments["negative_ids"] = [
@@ -246,8 +246,8 @@ def _parse_tsv(line: Line) -> Dict[str, Any]:
     columns = line.parse_tsv()
     if len(columns) < 2:
         raise line.error(
-            "Expected a query and a document, and perhaps negatives, with tabs between them. "
-            "There is no tab."
+            "Expected a query, a document and optional negatives, separated by tabs, but found no "
+            "tab."
         )
     query, document, *negatives = columns
     return {

@@ -80,9 +80,9 @@ def find_chunk_size(
     fitting = min(max_batch_size, max(1, fitting))
     if dist.get_rank() == 0:
         logger.info(
-            "%s is %d from here on, of %d examples on a rank: %d of them take %d bytes of "
-            "activations. Beside two whole gradients and what %s still to keep %d bytes are left "
-            "on every rank, of which half may be used.",
+            "%s is %d from now on, of %d examples per rank: %d examples need %d bytes of "
+            "activations. Besides two unsharded gradients and what %s still to allocate, %d bytes "
+            "are free on every rank, and half of them may be used.",
             name,
             fitting,
             max_batch_size,
@@ -92,7 +92,9 @@ def find_chunk_size(
             available_bytes,
         )
         if needed_by_one > budget:
-            logger.warning("Not even one example fits into that: the next step may fail.")
+            logger.warning(
+                "Not even one example fits into that memory: the next step may run out of memory."
+            )
     return fitting
 
 

@@ -89,8 +89,9 @@ class AutoMicroBatchSize(StepExtension):
         loss_terms.check(context.model)
         refuse_backward_callbacks(
             context.callbacks,
-            "with 'trainer.num_gradient_accumulation_steps' \"auto\" losses are those of parts of "
-            "a batch, and weighed: remove it, or write a number of steps.",
+            "with 'trainer.num_gradient_accumulation_steps' \"auto\" the trainer weights the "
+            "losses of micro-batches: remove the callback, or write a number of accumulation "
+            "steps.",
         )
         wrapped_model = context.wrapped_model
         self._engine = wrapped_model.engine
@@ -131,8 +132,8 @@ class AutoMicroBatchSize(StepExtension):
         if wrong:
             raise ConfigurationError(
                 "'trainer.num_gradient_accumulation_steps' is \"auto\", but the input "
-                f"'{wrong[0]}' of the model has no row for each instance of a batch, so that it "
-                "can't be divided: write a number of steps."
+                f"'{wrong[0]}' of the model can't be split, because it doesn't have a row for "
+                "each instance: write a number of accumulation steps."
             )
         if self._available_bytes is None:
             self._available_bytes = available_for_activations(self._engine)
@@ -169,7 +170,7 @@ class AutoMicroBatchSize(StepExtension):
         if state_dict["where"] == self._setup():
             self._searches = [SizeSearch(*found) for found in state_dict["found"]]
             for found in self._searches:
-                logger.info("The micro-batch size is %d, as before.", found.size)
+                logger.info("Resumed: the micro-batch size is %d.", found.size)
 
     def _setup(self) -> List[int]:
         return [dist.get_world_size(), self._share]
@@ -223,12 +224,12 @@ class AutoMicroBatchSize(StepExtension):
         self._announced_accumulation = num_parts
         announce(
             logger,
-            "Micro-batch %d × accumulation %d × workers %d = %d instances a step, %s",
+            "Micro-batch %d × accumulation %d × workers %d = global batch %d, %s",
             math.ceil(self._share / num_parts),
             num_parts,
             workers,
             self._share * workers,
-            "where they are as long as now" if is_longest else "from here on",
+            "for examples as long as now" if is_longest else "from now on",
         )
 
 

@@ -83,7 +83,7 @@ class GradCache(StepExtension):
         self.check_model(settings, context.model)
         refuse_backward_callbacks(
             context.callbacks,
-            "with 'trainer.grad_cache' there is no graph to go back through: remove one of them.",
+            "with 'trainer.grad_cache' there is no graph of the full batch: remove one of them.",
         )
         self._wrapped_model = context.wrapped_model
         self._engine: Any = context.wrapped_model.engine
@@ -106,15 +106,16 @@ class GradCache(StepExtension):
         """
         if not isinstance(model, ContrastiveModel):
             raise ConfigurationError(
-                f"'trainer.grad_cache' needs a model with `encode` and `contrastive_loss`, and "
-                f"{type(model).__name__} has none: derive it from "
-                "`allennlp_deepspeed.contrastive.ContrastiveModel`, or remove 'grad_cache'."
+                "'trainer.grad_cache' needs a model with `encode` and `contrastive_loss`, which "
+                f"{type(model).__name__} doesn't have: derive it from "
+                "`allennlp_deepspeed.contrastive.ContrastiveModel`, or remove "
+                "'trainer.grad_cache'."
             )
         for name in settings.names:
             if not model.encodes(name):
                 arguments = ", ".join(inspect.signature(model.encode).parameters)
                 raise ConfigurationError(
-                    f"'trainer.grad_cache.chunk_size.{name}' is no argument of `encode` of "
+                    f"'trainer.grad_cache.chunk_size.{name}' isn't an argument of `encode` of "
                     f"{type(model).__name__}, which has {arguments}."
                 )
         parameters = inspect.signature(model.encode).parameters.values()
@@ -123,16 +124,16 @@ class GradCache(StepExtension):
         ]
         if settings.names and required and len(parameters) > 1:
             raise ConfigurationError(
-                f"'trainer.grad_cache.chunk_size' has a number for each argument, but `encode` of "
+                "'trainer.grad_cache.chunk_size' has a number per argument, but `encode` of "
                 f"{type(model).__name__} can't be called without '{required[0]}': give its "
-                "arguments defaults of None, or write one number."
+                "arguments the default None, or write one number."
             )
         for name, module in model.named_modules():
             if has_batch_statistics(module):
                 raise ConfigurationError(
                     f"'trainer.grad_cache' can't be used with {type(module).__name__} ('{name}'), "
-                    "whose statistics would be those of a chunk and not of the batch: use layer "
-                    "normalization, or remove 'grad_cache'."
+                    "which would compute statistics over a chunk instead of the batch: use layer "
+                    "normalization, or remove 'trainer.grad_cache'."
                 )
 
     @overrides
@@ -319,8 +320,9 @@ class GradCache(StepExtension):
         for name, representation in representations.items():
             if representation.shape[:1] != (num_rows,):
                 raise ConfigurationError(
-                    f"`encode` of {type(self._model).__name__} has returned '{name}' of shape "
-                    f"{tuple(representation.shape)} for {num_rows} examples: each needs a row."
+                    f"`encode` of {type(self._model).__name__} returned '{name}' of shape "
+                    f"{tuple(representation.shape)} for {num_rows} examples: it needs a row per "
+                    "example."
                 )
         return representations
 
@@ -329,7 +331,7 @@ class GradCache(StepExtension):
         if loss.dim() > 0:
             raise ConfigurationError(
                 f"The loss of {type(self._model).__name__} has shape {tuple(loss.shape)}, but "
-                "'trainer.grad_cache' needs a scalar, of all examples: return its mean."
+                "'trainer.grad_cache' needs a scalar over all examples: return the mean."
             )
         return loss
 
@@ -405,7 +407,7 @@ class Chunker:
         chunk_size = state["chunk_size"]
         if self._chunk_size == AUTO and chunk_size is not None:
             self._chunk_size = self._found_chunk_size = chunk_size
-            logger.info("'grad_cache.chunk_size' is %d, as before.", chunk_size)
+            logger.info("Resumed: 'trainer.grad_cache.chunk_size' is %d.", chunk_size)
 
     def _groups(self, inputs: TensorDict) -> List[Tuple[TensorDict, int]]:
         """Returns the inputs that are encoded together, and their chunk size."""
@@ -414,7 +416,7 @@ class Chunker:
         missing = sorted(inputs.keys() - self._chunk_size.keys())
         if missing:
             raise ConfigurationError(
-                f"'trainer.grad_cache.chunk_size' has no '{missing[0]}', which is in the data: add "
+                f"'trainer.grad_cache.chunk_size' has no '{missing[0]}', which the data has: add "
                 "it, or write one number for all."
             )
         return [

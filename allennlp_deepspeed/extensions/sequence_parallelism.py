@@ -66,9 +66,10 @@ class SequenceParallelism(StepExtension):
             group = checksums[first : first + self._size]
             if any(checksum != group[0] for checksum in group):
                 raise RuntimeError(
-                    f"Ranks {first} to {first + self._size - 1} share sequences, but had different "
-                    "batches: the reader or the data loader gives each process other data. Take "
-                    "what differs out of it, such as a seed of its own or an order by hash()."
+                    f"Ranks {first} to {first + self._size - 1} share sequences, but read "
+                    "different batches: the reader or the data loader depends on the process. "
+                    "Remove such differences, for example a seed per process or an order by "
+                    "hash()."
                 )
 
     def _attach(self, wrapped_model: DeepSpeedWrappedModel) -> None:
@@ -108,8 +109,8 @@ def _check_reader(data_loader: Union[DataLoader, EvenBatches, None], size: int) 
     info = reader.get_distributed_info() if reader is not None else None
     if info is not None and info.world_size != dist.get_world_size() // size:
         raise ConfigurationError(
-            f"'trainer.sequence_parallel_size' is {size}, but a reader divides data among "
-            f"{info.world_size} workers, where those that share sequences have to read the same: "
-            "construct readers and data loaders within "
+            f"'trainer.sequence_parallel_size' is {size}, but a reader divides the data among "
+            f"{info.world_size} workers, although workers that share sequences must read the "
+            "same: construct readers and data loaders within "
             f"`allennlp_deepspeed.reading_by_groups({size})`."
         )

@@ -71,7 +71,7 @@ def tile_modules(
         matching = [n for n in modules if n and re.search(pattern, n) and _has_forward(modules[n])]
         if not matching:
             raise ConfigurationError(
-                f"'{_KEY}.modules' has {pattern!r}, but the name of no module matches it. Write "
+                f"'{_KEY}.modules' has {pattern!r}, which matches the name of no module. Write "
                 'regular expressions for the names of feed-forward layers, such as "mlp$".'
             )
         names += [n for n in matching if not any(n.startswith(f"{other}.") for other in matching)]
@@ -81,7 +81,7 @@ def tile_modules(
             undo.enter_context(
                 _tile_forward(modules[name], name, settings["num_tiles"], zero_stage)
             )
-        logger.info("Sequences are tiled in %s", ", ".join(dict.fromkeys(names)))
+        logger.info("Sequence tiling in %s", ", ".join(dict.fromkeys(names)))
         return undo.pop_all().close
 
 
@@ -93,12 +93,12 @@ def _check(module: torch.nn.Module, name: str) -> None:
     for inner_name, inner in module.named_modules(prefix=name):
         if isinstance(inner, torch.nn.modules.dropout._DropoutNd) and inner.p > 0:
             raise ConfigurationError(
-                f"'{_KEY}' names {name}, but {inner_name} is dropout, which would drop others when "
-                "it is computed again: set it to 0, or name modules without it."
+                f"'{_KEY}' matches {name}, but {inner_name} is dropout, which recomputation would "
+                "change: set it to 0, or choose modules without dropout."
             )
         if isinstance(inner, torch.nn.modules.batchnorm._NormBase):
             raise ConfigurationError(
-                f"'{_KEY}' names {name}, but {inner_name} normalizes over all positions: name "
+                f"'{_KEY}' matches {name}, but {inner_name} normalizes over all positions: choose "
                 "modules that compute each position by itself."
             )
 
@@ -142,8 +142,8 @@ class _TiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 3:
             raise ConfigurationError(
-                f"'{_KEY}' names {self._name}, but it takes more than one tensor of shape "
-                "(batch_size, length, ...): name modules that compute each position by itself."
+                f"'{_KEY}' matches {self._name}, which takes more than one tensor of shape "
+                "(batch_size, length, ...): choose modules that compute each position by itself."
             )
         hidden: torch.Tensor = args[0]
         if self._module.training not in self._checked and hidden.size(1) > 1:
@@ -171,8 +171,8 @@ class _TiledForward:
             )
         if alone is None or not torch.allclose(together, alone, rtol=1e-2, atol=1e-3):
             raise ConfigurationError(
-                f"'{_KEY}' names {self._name}, but it computes positions together otherwise than "
-                "each alone: name modules that compute each position by itself, without dropout."
+                f"'{_KEY}' matches {self._name}, whose output depends on other positions: choose "
+                "modules that compute each position by itself, without dropout."
             )
 
 

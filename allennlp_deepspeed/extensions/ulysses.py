@@ -138,9 +138,9 @@ class UlyssesAttention:
         if is_packed and self._implementation != "sdpa" and position_ids.size(0) > 1:
             # For these kernels transformers look for example borders in a single sequence only.
             raise ConfigurationError(
-                f"'{KEY}' is {self.group.size} and examples are packed, but with "
-                f"{self._implementation} they are kept apart only in batches of one sequence: "
-                'write "attn_implementation": "sdpa", or "batch_size": 1.'
+                f"'{KEY}' is {self.group.size} and examples are packed, but "
+                f"{self._implementation} separates packed examples only in batches of one "
+                'sequence: write "attn_implementation": "sdpa", or "batch_size": 1.'
             )
         own = self.group.shard(position_ids, padding_value=0)
         missing = own.size(1) * self.group.size - position_ids.size(1)
@@ -154,9 +154,9 @@ class UlyssesAttention:
         num_layers = self._transformer.config.num_hidden_layers
         if self._num_calls != num_layers:
             raise ConfigurationError(
-                f"'{KEY}' is {self.group.size}, but of {num_layers} layers of this "
-                f"{type(self._transformer).__name__} only {self._num_calls} attend in a way that "
-                "can be shared among workers: remove the key."
+                f"'{KEY}' is {self.group.size}, but only {self._num_calls} of {num_layers} layers "
+                f"of this {type(self._transformer).__name__} support sequence parallelism: remove "
+                "the key."
             )
 
     def _attention(
@@ -263,17 +263,17 @@ class UlyssesAttention:
         ]
         reason = None
         if unknown:
-            reason = f"hands {', '.join(unknown)} to its attention"
+            reason = f"passes {', '.join(unknown)} to its attention"
         elif not getattr(module, "is_causal", True):
             reason = "has attention that isn't causal"
         elif key.shape != value.shape:
             reason = "has keys and values of different sizes"
         elif _has_window(self._transformer.config) and "sliding_window" not in kwargs:
-            reason = "doesn't say to its attention how long its sliding window is"
+            reason = "doesn't pass the length of its sliding window to its attention"
         if reason is not None:
             raise ConfigurationError(
                 f"'{KEY}' is {self.group.size}, but {type(self._transformer).__name__} {reason}, "
-                "which hasn't been shown to be right over several workers: remove the key."
+                "which sequence parallelism doesn't support: remove the key."
             )
 
 
@@ -281,28 +281,27 @@ def _check(transformer: "PreTrainedModel", size: int, implementation: str) -> No
     config = transformer.config
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigurationError(
-            f"'{KEY}' is {size}, but of the model type {config.model_type!r} it hasn't been shown "
-            f"that the numbers are right then, only of {', '.join(SUPPORTED_MODEL_TYPES)}: remove "
-            "the key."
+            f"'{KEY}' is {size}, but the model type {config.model_type!r} isn't tested with "
+            f"sequence parallelism, only {', '.join(SUPPORTED_MODEL_TYPES)}: remove the key."
         )
     others = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
     if others:
         raise ConfigurationError(
             f"'{KEY}' is {size}, but the model has layers of {', '.join(sorted(others))}, which "
-            "mix what is in different parts of a sequence in another way: remove the key."
+            "mix positions of different workers: remove the key."
         )
     for rope_type in _rope_types(config):
         if any(name in rope_type for name in _ROPE_TYPES_OF_WHOLE_SEQUENCES):
             raise ConfigurationError(
-                f"'{KEY}' is {size}, but the rope_type in the model's rope_parameters is "
-                f"{rope_type!r}, which goes by the length of a sequence, of which each worker has "
-                "a part: remove the key, or take a model of another rope_type."
+                f"'{KEY}' is {size}, but the model's rope_parameters have the rope_type "
+                f"{rope_type!r}, which depends on the length of the full sequence: remove the "
+                "key, or use a model with another rope_type."
             )
     if implementation != "sdpa" and not implementation.startswith("flash_attention"):
         raise ConfigurationError(
             f"'{KEY}' is {size}, but the model's attn_implementation is {implementation!r}, which "
-            'needs a mask: write "attn_implementation": "sdpa" in its transformer_kwargs, or '
-            '"flash_attention_2" where there is one.'
+            'needs a mask: write "attn_implementation": "sdpa", or "flash_attention_2" where '
+            "available, in 'model.transformer_kwargs'."
         )
     _check_heads(size, config.num_attention_heads, getattr(config, "num_key_value_heads", None))
 
@@ -311,9 +310,8 @@ def _check_heads(size: int, num_heads: int, num_kv_heads: Optional[int]) -> None
     num_kv_heads = num_kv_heads or num_heads
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
         raise ConfigurationError(
-            f"'{KEY}' is {size}, but the model's attention has {num_heads} heads, and "
-            f"{num_kv_heads} for keys and values, which can't be divided among as many workers: "
-            "write a number by which both can be divided."
+            f"'{KEY}' is {size}, but must divide the model's number of attention heads, "
+            f"{num_heads}, and of key-value heads, {num_kv_heads}."
         )
 
 

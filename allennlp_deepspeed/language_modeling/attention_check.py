@@ -42,9 +42,9 @@ def check_attention(
         changed[:, -1] = ids[:, 0]
         if not _is_same(_states(module, changed, is_packed)[:, :-1], expected[:, :-1]):
             raise ConfigurationError(
-                f"'model.type' is 'causal_lm', but in {type(transformer).__name__} positions see "
-                "the tokens that they are to predict: use another model, or a configuration of "
-                'this one that is causal, such as "is_decoder": true where there is that key.'
+                f"'model.type' is \"causal_lm\", but {type(transformer).__name__} isn't causal: "
+                'use another model, or a causal configuration of it, such as "is_decoder": true '
+                "if it has that key."
             )
         if is_packed:
             changed = ids.clone()
@@ -52,7 +52,7 @@ def check_attention(
             if not _is_same(_states(module, changed, True)[:, _LENGTH:], expected[:, _LENGTH:]):
                 raise ConfigurationError(
                     f"'dataset_reader.pack' is true, but in {type(transformer).__name__} packed "
-                    'examples see each other: write "pack": false, or use another model.'
+                    'examples attend to each other: write "pack": false, or use another model.'
                 )
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_ROUTER_LOSS = (
-    "write \"output_router_logits\": false into 'model.config', or into 'model.transformer_kwargs'."
+    "write \"output_router_logits\": false in 'model.config' or 'model.transformer_kwargs'."
 )
 
 
@@ -111,14 +111,13 @@ class CausalLM(TokenLossModel):
         super().__init__(vocab, regularizer, **kwargs)
         if (model_name is None) == (config is None):
             raise ConfigurationError(
-                "Give one of 'model.model_name' and 'model.config': the name or directory of a "
-                'pretrained model, or a configuration such as {"model_type": "llama", ...} for '
-                "random weights."
+                "Write one of 'model.model_name' (name or directory of a pretrained model) and "
+                '\'model.config\' (for random weights, such as {"model_type": "llama", ...}).'
             )
         if loss_chunk_size < 1:
             raise ConfigurationError(
-                f"'model.loss_chunk_size' is {loss_chunk_size}: give a number of tokens that is "
-                "at least 1, 1024 for example."
+                f"'model.loss_chunk_size' is {loss_chunk_size}: write a number of tokens of at "
+                "least 1, such as 1024."
             )
         self.transformer = pretrained.load_transformer(
             model_name,
@@ -143,8 +142,8 @@ class CausalLM(TokenLossModel):
         )
         if self._output_head is None:
             logger.warning(
-                "%s makes logits in a way of its own: they are computed for all positions of a "
-                "batch at once, and 'model.loss_chunk_size' means nothing.",
+                "%s computes its logits in a custom way: for all positions of a batch at once. "
+                "'model.loss_chunk_size' has no effect.",
                 type(self.transformer).__name__,
             )
         if lora is not None:
@@ -207,8 +206,8 @@ class CausalLM(TokenLossModel):
         if labels is None:
             if self.sequence_sharing is not None:
                 raise ConfigurationError(
-                    "Workers share sequences ('trainer.sequence_parallel_size'), of which each has "
-                    "logits of a part: give the model labels, or call it after training."
+                    "With 'trainer.sequence_parallel_size' each worker has the logits of a part "
+                    "of each sequence: call the model with labels, or after training."
                 )
             return {"logits": self.transformer(**inputs).logits}
         targets = self._targets(labels)
@@ -238,8 +237,8 @@ class CausalLM(TokenLossModel):
     ) -> torch.Tensor:
         if self.sequence_sharing is not None:
             raise ConfigurationError(
-                "Workers share sequences ('trainer.sequence_parallel_size'), and would balance the "
-                f"load of experts by parts of them: {_NO_ROUTER_LOSS}"
+                "With 'trainer.sequence_parallel_size' the load-balancing loss of experts would "
+                f"be computed on parts of sequences: {_NO_ROUTER_LOSS}"
             )
         assert self._output_head is not None
         loss = self._output_head.router_loss(self.transformer, outputs, input_ids, attention_mask)
@@ -250,8 +249,8 @@ class CausalLM(TokenLossModel):
     ) -> None:
         if lora is not None:
             raise ConfigurationError(
-                "'model.resize_embeddings' is true, but 'model.lora' would never train the new "
-                "embeddings: train without adapters, or resize and train the embeddings before."
+                "'model.resize_embeddings' is true, but with 'model.lora' the new embeddings "
+                "aren't trained: train without adapters, or resize and train the embeddings first."
             )
         if loaded_tokenizer is None:
             loaded_tokenizer = pretrained.saved_tokenizer(self.serialization_dir)
@@ -356,9 +355,9 @@ def _check_causal(transformer: "PreTrainedModel") -> None:
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
         key = "causal" if hasattr(config, "causal") else "is_decoder"
         raise ConfigurationError(
-            f"'model.type' is 'causal_lm', but a model of type '{config.model_type}' sees the "
-            f"tokens after each position: write \"{key}\": true into 'model.transformer_kwargs', "
-            "or into 'model.config' if there is one, or use another model."
+            f"'model.type' is \"causal_lm\", but a model of type '{config.model_type}' isn't "
+            f"causal: write \"{key}\": true in 'model.transformer_kwargs' (or in 'model.config'), "
+            "or use another model."
         )
 
 
@@ -379,9 +378,8 @@ def _router_loss_factor(transformer: "PreTrainedModel", has_output_head: bool) -
     factor = next((factor for factor in factors if factor is not None), None)
     if factor is None or not has_output_head:
         raise ConfigurationError(
-            "'output_router_logits' is true in the configuration of the model, but how "
-            f"{type(transformer).__name__} balances the load of experts isn't known: "
-            f"{_NO_ROUTER_LOSS}"
+            "'output_router_logits' is true in the model's configuration, but the load-balancing "
+            f"loss of {type(transformer).__name__} is unknown: {_NO_ROUTER_LOSS}"
         )
     return float(factor)
 
@@ -399,6 +397,6 @@ def _check_output_layer(transformer: "PreTrainedModel") -> None:
     output_layer = transformer.get_output_embeddings()
     if output_layer is not None and any(True for _ in output_layer.children()):
         raise ConfigurationError(
-            "'model.lora' adapts the output layer, whose logits are computed in chunks: leave it "
-            "out of 'target_modules' and 'modules_to_save'."
+            "'model.lora' adapts the output layer, whose logits are computed in chunks: remove it "
+            "from 'target_modules' and 'modules_to_save'."
         )

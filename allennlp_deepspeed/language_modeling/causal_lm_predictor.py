@@ -87,8 +87,8 @@ class CausalLMPredictor(Predictor):
             )
         if not sample and drawing != {"temperature": 1.0, "top_k": None, "top_p": None}:
             raise ConfigurationError(
-                "The predictor is given 'temperature', 'top_k' or 'top_p', which only mean "
-                'something where tokens are drawn: write "sample": true, or leave them out.'
+                "The predictor has 'temperature', 'top_k' or 'top_p', which need sampling: write "
+                '"sample": true, or remove them.'
             )
         self._seed = seed
         self._tokenizer = dataset_reader.tokenizer
@@ -156,7 +156,7 @@ class CausalLMPredictor(Predictor):
         else:
             raise ConfigurationError(f"Expected {_INPUTS}, and not {inputs!r}.")
         if not tokens:
-            raise ConfigurationError(f"There is no token in {inputs!r} to go on from.")
+            raise ConfigurationError(f"The input {inputs!r} has no token to continue from.")
         return tokens
 
     def _response(self, tokens: List[int]) -> JsonDict:
@@ -186,8 +186,7 @@ def _conversation(messages: List[Message], inputs: JsonDict) -> Conversation:
         messages.pop()
     if not messages:
         raise ConfigurationError(
-            f"There is no message in {inputs!r} that a response could answer: give one whose "
-            "'role' is \"user\"."
+            f"The input {inputs!r} has no message to answer: add one whose 'role' is \"user\"."
         )
     given = {key: inputs.get(key) for key in ("tools", "chat_template_kwargs")}
     return Conversation(messages, to_template_kwargs(**given))
@@ -207,8 +206,8 @@ def _special_tokens(stop: List[str], tokenizer: Any) -> Dict[str, int]:
         for token in special:
             if token in text and text not in special:
                 raise ConfigurationError(
-                    f"'stop' of the predictor has {json.dumps(text)}, with the special token "
-                    f"{json.dumps(token)} beside other text: write the special token alone."
+                    f"'stop' of the predictor has {json.dumps(text)}, which contains the special "
+                    f"token {json.dumps(token)} and other text: write the special token alone."
                 )
     return {text: special[text] for text in stop if text in special}
 

@@ -91,18 +91,17 @@ class CausalLMReader(DatasetReader):
         )
         if loss_on not in ("all", "responses"):
             raise ConfigurationError(
-                f"'loss_on' of the reader is {loss_on!r}: write 'all', or 'responses' for these "
-                "only."
+                f'\'loss_on\' of the reader is {loss_on!r}: write "all" or "responses".'
             )
         if max_length is not None and max_length < 2:
             raise ConfigurationError(
-                f"'max_length' of the reader is {max_length}: give a number of tokens that is at "
-                "least 2, or leave the key out for no limit."
+                f"'max_length' of the reader is {max_length}: write a number of tokens of at "
+                "least 2, or remove the key for no limit."
             )
         if pack and max_length is None:
             raise ConfigurationError(
-                "'pack' of the reader is true, but 'max_length' isn't given: write how many "
-                'tokens a sequence is to have, "max_length": 1024 for example.'
+                "'pack' of the reader is true, but 'max_length' is unset: write the number of "
+                'tokens per sequence, such as "max_length": 1024.'
             )
         self.tokenizer = pretrained.load_reader_tokenizer(
             tokenizer, tokenizer_kwargs or {}, self.serialization_dir
@@ -212,8 +211,8 @@ class CausalLMReader(DatasetReader):
             raise line.error("Expected a text of at least two tokens: there is nothing to predict.")
         if self._only_responses and all(label == IGNORED for label in example.labels):
             raise line.error(
-                "There is no response in it, and 'loss_on' is 'responses': write 'all', or give "
-                "'prompt' and 'response', or 'messages' of which one is the assistant's."
+                'There is no response, but \'loss_on\' is "responses": write "all", or use '
+                "'prompt' and 'response', or 'messages' with an assistant's message."
             )
         return example
 
@@ -283,13 +282,13 @@ class _Counts:
         num_examples, is_whole = self._num_examples, world_size() == 1 and not get_worker_info()
         if is_whole and num_examples and self._num_without_targets == num_examples:
             raise ConfigurationError(
-                f"'max_length' of the reader is {self._max_length}, which cuts off all that is to "
-                f'be predicted in {self._file_path}: write a larger number, or "loss_on": "all".'
+                f"'max_length' of the reader is {self._max_length}, which cuts off all tokens "
+                f'with a loss in {self._file_path}: write a larger number, or "loss_on": "all".'
             )
         if self._num_cut > 0:
             logger.warning(
-                "Of the %d examples that were read of %s, %d are longer than 'max_length', %d "
-                "tokens, and were cut; of these %d have nothing left that is to be predicted.",
+                "Of %d examples in %s, %d were truncated to 'max_length', %d tokens; %d of these "
+                "have no tokens with a loss left.",
                 self._num_examples,
                 self._file_path,
                 self._num_cut,

@@ -136,9 +136,9 @@ class ExampleTokenizer:
             return self._example(tokens, [True] * len(tokens))
         if not self._tokenizer.is_fast:
             raise ConfigurationError(
-                f"The tokenizer '{self._tokenizer.name_or_path}' doesn't say which characters a "
-                "token is made of, so that responses can't be told from what is between them: give "
-                "'prompt' and 'response', or write \"loss_on\": \"all\"."
+                f"The tokenizer '{self._tokenizer.name_or_path}' has no character offsets, so "
+                "responses can't be located: use 'prompt' and 'response', or write \"loss_on\": "
+                '"all".'
             )
         return self._example(tokens, _overlaps(spans, self._find_responses(text, conversation)))
 
@@ -157,7 +157,7 @@ class ExampleTokenizer:
         if self._tokenizer.chat_template is None:
             raise ConfigurationError(
                 f"The tokenizer '{self._tokenizer.name_or_path}' has no chat template for "
-                "'messages': use that of a chat model, or give 'prompt' and 'response'."
+                "'messages': use the tokenizer of a chat model, or 'prompt' and 'response'."
             )
         try:
             return self._tokenizer.apply_chat_template(  # type: ignore[return-value]
@@ -196,9 +196,8 @@ class ExampleTokenizer:
         """Finds the message with this index in a rendered conversation."""
         if index == 0:
             raise ConfigurationError(
-                "The conversation begins with a message of the assistant, which answers nothing: "
-                'begin with a message whose \'role\' is "user" or "system", or write "loss_on": '
-                '"all".'
+                "The conversation begins with a message of the assistant: begin with a message "
+                'whose \'role\' is "user" or "system", or write "loss_on": "all".'
             )
         prompt = self.render(conversation.truncate(index), add_generation_prompt=True)
         until = self.render(conversation.truncate(index + 1))
@@ -228,18 +227,18 @@ class ExampleTokenizer:
                     self._warn_of_prompt(prompt[start:])
                 return start, end + len(ending)
         raise ConfigurationError(
-            "The tokenizer's chat template changes messages when others follow, so that responses "
-            "can't be told from what is between them. Give each response a line of its own, as the "
-            'last message, or write "loss_on": "all".'
+            "The tokenizer's chat template renders messages differently when others follow, so "
+            "responses can't be located. Write each response in its own line, as the last "
+            'message, or write "loss_on": "all".'
         )
 
     def _warn_of_prompt(self, beginning: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The tokenizer's chat template has responses generated after %r, but there are "
-                "responses that don't begin with it, and are trained without: give them what "
-                "belongs there, such as thinking.",
+                "The tokenizer's chat template starts generation with %r, but some responses "
+                "don't begin with it, and are trained without it: add what belongs there, such as "
+                "thinking.",
                 beginning,
             )
 

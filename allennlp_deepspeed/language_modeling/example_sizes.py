@@ -97,9 +97,9 @@ class ExampleSizes:
         limits, example = self._model_limits, self._largest
         if limits is not None and example is not None and example.size >= limits.num_embeddings:
             raise example.line.error(
-                f"The tokenizer makes a token with the id {example.size} of it, but the model has "
+                f"The tokenizer gives a token with id {example.size}, but the model has "
                 f'embeddings for {limits.num_embeddings} tokens: write "resize_embeddings": true '
-                "into 'model', or the tokenizer of the model as 'tokenizer' of the reader."
+                "in 'model', or the model's tokenizer as 'dataset_reader.tokenizer'."
             )
 
     def _check_longest(self) -> None:
@@ -109,13 +109,13 @@ class ExampleSizes:
         if example.size > limits.num_positions and limits.has_position_table:
             raise example.line.error(
                 f"The example has {example.size} tokens, but the model has {limits.num_positions} "
-                f'positions: write "max_length": {limits.num_positions} into the reader, or use '
-                "another model."
+                f"positions: write \"max_length\": {limits.num_positions} in 'dataset_reader', or "
+                "use another model."
             )
         if example.size > limits.num_positions:
             logger.warning(
-                "%s, line %d has %d tokens, but 'max_position_embeddings' of the model is %d: what "
-                "it makes of the positions beyond it nobody has trained.",
+                "%s, line %d has %d tokens, more than 'max_position_embeddings' of the model, %d: "
+                "it was not pretrained on longer sequences.",
                 example.line.file_path,
                 example.line.number,
                 example.size,

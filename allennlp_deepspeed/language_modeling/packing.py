@@ -49,7 +49,7 @@ def check_batch(transformer: "PreTrainedModel", batch_size: int) -> None:
     if batch_size > 1 and "flash" in implementation:
         # For these implementations transformers look for example borders in a single sequence only.
         raise ConfigurationError(
-            f"'dataset_reader.pack' is true, but {implementation} keeps packed examples apart only "
+            f"'dataset_reader.pack' is true, but {implementation} separates packed examples only "
             'in batches of one sequence: write "attn_implementation": "sdpa" in '
             "'model.transformer_kwargs', or \"batch_size\": 1."
         )

@@ -127,8 +127,8 @@ def load_transformer(
     except (ImportError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         key = "config" if model_name is None else "model_name"
         raise ConfigurationError(
-            f"'model.{key}' is {model_name if config is None else config!r}, of which "
-            f"transformers {VERSION} can't make a causal language model: {error}"
+            f"'model.{key}' is {model_name if config is None else config!r}, from which "
+            f"transformers {VERSION} can't load a causal language model: {error}"
         ) from error
     if saved is not None and saved_files(serialization_dir, "generation_config.json"):
         constructed.generation_config = transformers.GenerationConfig.from_pretrained(saved)
@@ -159,7 +159,7 @@ def load_tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerB
         )
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"There is no tokenizer at '{name}' that transformers {VERSION} can load: {error}"
+            f"transformers {VERSION} can't load a tokenizer from '{name}': {error}"
         ) from error
 
 
@@ -195,9 +195,9 @@ def load_reader_tokenizer(
         if other is not None and _tokenization_state(other) != _tokenization_state(loaded):
             other_source = _readers[other].source
             raise ConfigurationError(
-                f"A reader has {source}, and another one {other_source}, which are different "
-                "tokenizers, and an archive has one: write the same 'tokenizer' and "
-                "'tokenizer_kwargs' into 'dataset_reader' and 'validation_dataset_reader'."
+                f"One reader has {source}, and another {other_source}, but an archive has one "
+                "tokenizer: write the same 'tokenizer' and 'tokenizer_kwargs' in 'dataset_reader' "
+                "and 'validation_dataset_reader'."
             )
         _readers[loaded] = _Reader(directory, source, ExampleSizes())
     return loaded
@@ -277,8 +277,8 @@ def tokenizer_to_save(
             named = load_tokenizer(str(name), source.arguments)
             if _tokenization_state(named) != _tokenization_state(reader_tokenizer):
                 raise ConfigurationError(
-                    f"'model.tokenizer' is '{name}', which isn't the reader's tokenizer, {source}: "
-                    "leave 'model.tokenizer' out, and the reader's goes into the archive."
+                    f"'model.tokenizer' is '{name}', but the reader's tokenizer is {source}: "
+                    "remove 'model.tokenizer', and the archive gets the reader's."
                 )
         return reader_tokenizer
     if name is not None:
@@ -288,7 +288,7 @@ def tokenizer_to_save(
     try:
         return load_tokenizer(model_name, {})
     except ConfigurationError as error:
-        logger.warning("The archive will be without a tokenizer: %s", error)
+        logger.warning("The archive has no tokenizer: %s", error)
         return None
 
 
@@ -349,9 +349,8 @@ def _load_saved_tokenizer(source: _Source, serialization_dir: Directory) -> PreT
         wanted = _load_from_directory(directory, source.arguments)
     if _tokenization_state(wanted) != _tokenization_state(saved):
         raise ConfigurationError(
-            f"The reader's tokenizer is {source}, but the model was trained with {saved_source}, "
-            "which makes other tokens: write these values as 'tokenizer' and 'tokenizer_kwargs' of "
-            "the reader."
+            f"The reader's tokenizer is {source}, but the model was trained with {saved_source}: "
+            "write these values as 'tokenizer' and 'tokenizer_kwargs' of the reader."
         )
     return saved
 
@@ -362,7 +361,7 @@ def _load_from_directory(directory: str, arguments: Dict[str, Any]) -> PreTraine
         return transformers.AutoTokenizer.from_pretrained(directory, **arguments)
     except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"The tokenizer of the archive is one that transformers {VERSION} can't load: {error}"
+            f"transformers {VERSION} can't load the tokenizer of the archive: {error}"
         ) from error
 
 
@@ -397,9 +396,9 @@ def _save_tokenizer(directory: str, tokenizer: PreTrainedTokenizerBase) -> None:
     loaded = _load_from_directory(directory, source.arguments)
     if _tokenization_state(loaded) != _tokenization_state(tokenizer):
         raise ConfigurationError(
-            f"The reader's tokenizer, {source}, becomes another one when it is saved and loaded, "
-            "so that the archive would make other tokens: call its 'save_pretrained' with a "
-            "directory, and write that as 'tokenizer' of the reader, without 'tokenizer_kwargs'."
+            f"The reader's tokenizer, {source}, gives other tokens after saving and loading: call "
+            "its 'save_pretrained' with a directory, and write that directory as 'tokenizer' of "
+            "the reader, without 'tokenizer_kwargs'."
         )
 
 
@@ -471,8 +470,8 @@ def saved_files(serialization_dir: Directory, name: str) -> Optional[str]:
 def _check_model_type(config: Dict[str, Any]) -> None:
     if "model_type" not in config:
         raise ConfigurationError(
-            "'model.config' has no 'model_type': write which of transformers' models it is for, "
-            '"llama" for example.'
+            "'model.config' has no 'model_type': write the type of a transformers model, such as "
+            '"llama".'
         )
     if config["model_type"] not in transformers.CONFIG_MAPPING:
         known = list(transformers.CONFIG_MAPPING)

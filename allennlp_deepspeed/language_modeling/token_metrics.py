@@ -59,9 +59,8 @@ class TokenMetrics(Metric):
         if num_targets == 0:
             if reset and num_batches > 0:
                 raise ConfigurationError(
-                    "There was no token to predict in any batch, so that nothing was learnt or "
-                    "measured: see whether 'max_length' of the reader cuts all responses off, or "
-                    'write "loss_on": "all".'
+                    "No batch had a token with a loss: check whether 'dataset_reader.max_length' "
+                    'cuts off all responses, or write "loss_on": "all".'
                 )
             return {}
         return {

@@ -80,16 +80,15 @@ _RETRY_SECONDS = 0.5
 _SECONDS_BEFORE_LINE = 5.0
 
 _ADDRESS_ADVICE = (
-    "'distributed.primary_address' and 'primary_port', or 'rendezvous_endpoint', have to be an "
-    "address of node 0, or of a store, that all nodes reach through firewalls, and a port that is "
-    "free there."
+    "'distributed.primary_address' and 'distributed.primary_port' (or 'rendezvous_endpoint') must "
+    "be an address of node 0 (or of a store) that all nodes can reach, and a free port there."
 )
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SIGKILL_ADVICE = (
-    " from outside: most often by the system or a scheduler, for want of CPU memory. `allennlp "
-    "deepspeed estimate` says how much a config takes"
+    " from outside, most often by the system or a scheduler because CPU memory ran out. `allennlp "
+    "deepspeed estimate` prints what a config needs"
 )
 
 
@@ -208,9 +207,10 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
             raise _interruption(error.sigval) from None
         except RendezvousTimeoutError as error:
             raise ConfigurationError(
-                f"Within {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout') not "
-                f"{node.min_nodes or 'all'} of {node.num_nodes} nodes have come to {node.endpoint}."
-                " Start 'allennlp train' on every node, each with its own --node-rank."
+                f"Only some of {node.num_nodes} nodes have joined at {node.endpoint} within "
+                f"{node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout'), and "
+                f"{node.min_nodes or 'all'} are needed. Start 'allennlp train' on every node, "
+                "each with its own --node-rank."
             ) from error
         except (RendezvousClosedError, RendezvousConnectionError, dist.DistError) as error:
             cause = None if agent is None else agent.last_failure
@@ -221,8 +221,8 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
         raise agent.last_failure
     if result is None:
         raise WorkerFailed(
-            f"Node {node.rank} ({socket.gethostname()}) has trained nothing: the {node.num_nodes} "
-            f"nodes of the training at {node.endpoint} were complete without it."
+            f"Node {node.rank} ({socket.gethostname()}) did not take part: the training at "
+            f"{node.endpoint} already had its {node.num_nodes} nodes."
         )
 
 
@@ -230,11 +230,10 @@ def _lost_training_error(node: Node, cause: Optional[BaseException]) -> WorkerFa
     prefix = "" if cause is None else f"{cause}\n"
     return WorkerFailed(
         f"{prefix}Node {node.rank} ({socket.gethostname()}) finds no training at {node.endpoint}, "
-        "or has lost the others: node 0 or the store is gone, or another node has ended the "
-        "training. "
-        "To continue from the newest checkpoint, run the same command on all nodes, with --recover "
-        'unless \'"resume": "auto"\' of the trainer is set. A store at a '
-        "'distributed.rendezvous_endpoint' has to be started again before that."
+        "or lost the connection to it: node 0 or the store is down, or another node ended the "
+        "training. To resume from the newest checkpoint, run the same command on all nodes, with "
+        "--recover unless 'trainer.resume' is \"auto\". First restart the store of "
+        "'distributed.rendezvous_endpoint', if there is one."
     )
 
 
@@ -324,8 +323,8 @@ class _Agent(LocalElasticAgent):
             # the second one it calls this method again.
             seconds, self._seconds_to_stop = self._node.shutdown_timeout, 0
             logger.warning(
-                f"{death_sig.name}: waiting for the workers, which leave after the step that they "
-                "are in. A second one ends them in any case."
+                f"{death_sig.name} received: waiting for the workers to finish their step. A "
+                "second signal ends them at once."
             )
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
         super()._shutdown(sent, math.ceil(seconds))
@@ -360,8 +359,8 @@ class _Agent(LocalElasticAgent):
                 f"{m.host} with --node-rank {m.rank} and {m.num_workers} workers" for m in members
             )
             raise ConfigurationError(
-                f"The nodes at {node.endpoint} are {described}. Give each its own --node-rank, "
-                "from 0 on, and the same number of 'distributed.cuda_devices'."
+                f"The nodes at {node.endpoint} are {described}. Start each with its own "
+                "--node-rank, from 0 on, and the same number of 'distributed.cuda_devices'."
             )
         # A node counts the restarts that it notices, and one that joins has counted none.
         self._remaining_restarts = min(member.remaining_restarts for member in members)
@@ -379,11 +378,13 @@ class _Agent(LocalElasticAgent):
         was_stopped = any(member.was_stopped for member in members)
         if self._members and not (changed or is_counted or was_stopped):
             # All workers have lost their connection, and no node takes that for its own failure.
-            reason = self.last_failure or WorkerFailed("The nodes have lost their connection.")
+            reason = self.last_failure or WorkerFailed("The nodes lost their connection.")
             if self._remaining_restarts == 0:
                 raise reason
             self._remaining_restarts -= 1
-            changed = [f"{reason}\nNo node is lost. Restarts left: {self._remaining_restarts}."]
+            changed = [
+                f"{reason}\nAll nodes are still there. Restarts left: {self._remaining_restarts}."
+            ]
         num_workers = len(members) * self._node.num_workers
         logger.warning(
             " ".join(
@@ -413,8 +414,8 @@ class _Agent(LocalElasticAgent):
             elif self._remaining_restarts > 0:
                 waits = self._node.num_nodes > 1 and self._node.min_nodes is None
                 logger.warning(
-                    f"{self.last_failure}\nRestarting the workers of all nodes, which continue "
-                    "from the newest checkpoint. "
+                    f"{self.last_failure}\nRestarting the workers of all nodes from the newest "
+                    "checkpoint. "
                     + ("If a node is lost, run its command again. " if waits else "")
                     + f"Restarts left after this one: {self._remaining_restarts - 1}"
                 )
@@ -436,7 +437,9 @@ class _Agent(LocalElasticAgent):
         if waiting and not missing:
             self._was_stopped = True
             self._seconds_to_stop = self._node.shutdown_timeout
-            logger.warning("A node joins: all workers leave after the same step, and save.")
+            logger.warning(
+                "A node is joining: all workers stop after the same step and save a checkpoint."
+            )
             return waiting
         return missing
 
@@ -462,7 +465,9 @@ class _Agent(LocalElasticAgent):
             return False
         last, self._last_step = self._last_step, failure.step
         if last == failure.step:
-            logger.warning(f"Step {failure.step + 1} has failed twice, and isn't tried again.")
+            logger.warning(
+                f"Step {failure.step + 1} failed twice, so the workers are not restarted."
+            )
         return last == failure.step
 
     def _describe(self, failed: ProcessFailure, failure: Optional[Failure]) -> BaseException:
@@ -470,7 +475,7 @@ class _Agent(LocalElasticAgent):
             rank = self._node_rank * self._node.num_workers + failed.local_rank
             how = f"exited with code {failed.exitcode}"
             if failed.exitcode < 0:
-                how = f"was ended by {failed.signal_name()}"
+                how = f"was killed by {failed.signal_name()}"
                 if failed.exitcode == -signal.SIGKILL:
                     how += _SIGKILL_ADVICE
             message = f"Rank {rank} on {socket.gethostname()} {how}."
@@ -600,13 +605,15 @@ def _wait_for_store(node: Node) -> str:
             waited = time.monotonic() - start
             if waited > node.rendezvous_timeout:
                 raise ConfigurationError(
-                    f"Node {node.rank} ({socket.gethostname()}) has found nothing at "
-                    f"{node.endpoint} for {node.rendezvous_timeout:g} s "
+                    f"Node {node.rank} ({socket.gethostname()}) could not connect to "
+                    f"{node.endpoint} within {node.rendezvous_timeout:g} s "
                     f"('distributed.rendezvous_timeout'): {error}. {_ADDRESS_ADVICE}"
                 ) from error
             if waited > line_after:
                 line_after = math.inf
-                logger.warning(f"Node {node.rank} waits for node 0 or a store at {node.endpoint}.")
+                logger.warning(
+                    f"Node {node.rank} is waiting for node 0 (or a store) at {node.endpoint}."
+                )
         time.sleep(_RETRY_SECONDS)
 
 

@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 # `allennlp deepspeed` is a command of this package, and AllenNLP's don't have `--include-package`
 # before they are known.
-_PLUGIN_HINT = "  (for which `echo allennlp_deepspeed >> .allennlp_plugins` is needed here, once)"
+_PLUGIN_HINT = (
+    "  (`allennlp deepspeed` needs `echo allennlp_deepspeed >> .allennlp_plugins` in this "
+    "directory, once)"
+)
 
 
 @contextmanager
@@ -40,7 +43,7 @@ def announce_start_and_end(arguments: Dict[str, Any], is_shown: bool) -> Iterato
     config = arguments["params"].duplicate().as_dict(quiet=True)
     logs = os.path.join(directory, "out*.log")
     if is_shown and consoles.current() is not None:
-        announce(logger, "Reads the data. All is logged in %s", logs)
+        announce(logger, "Reading data. Logs: %s", logs)
     yield
     if is_shown and not arguments.get("dry_run"):
         announce(logger, "%s", "\n".join(_next_commands(directory, config, arguments)))
@@ -85,7 +88,7 @@ def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, 
         ["deepspeed", "report", directory],
     ]
     return [
-        f"The model is in {archive}. Next, for example:",
+        f"Model saved to {archive}. Next, for example:",
         *(f"  {shlex.join(['allennlp', *command])}" for command in commands),
         *([] if "allennlp_deepspeed" in discover_plugins() else [_PLUGIN_HINT]),
     ]
@@ -94,15 +97,15 @@ def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, 
 def _how_to_resume(directory: str, resumes_by_itself: bool, is_elastic: bool) -> str:
     found = CheckpointDirectory(directory).list_checkpoints()
     if not found:
-        how = "begin anew with --force, or in another directory."
+        how = "start again with --force, or with another directory."
         if is_elastic:
-            how = f"start it as before if other nodes are training, or else {how}"
-        return f"{directory} has no checkpoint: {how}"
+            how = f"run the same command if other nodes are training; otherwise {how}"
+        return f"No checkpoint in {directory}: {how}"
     name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
-    how = "start it as before"
+    how = "run the same command"
     if not resumes_by_itself:
-        how += ", with --recover and without --force"
-    return f"The newest checkpoint is {name}. To continue from it: {how}"
+        how += " with --recover and without --force"
+    return f"Newest checkpoint: {name}. To resume, {how}"
 
 
 def _is_command() -> bool:

@@ -89,15 +89,15 @@ class DirectoryLock:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.info("%s can't be locked: %s", self._directory, error)
+                logger.info("%s could not be locked: %s", self._directory, error)
                 return False
             holder = os.read(descriptor, 1000).decode(errors="replace").strip()
             if self._store is not None and self._store.check([f"lock/{holder}"]):
                 return False
             self._close()
             raise ConfigurationError(
-                f"Another training writes into {self._directory}: {holder or 'an unknown process'}."
-                " Wait until it has ended, or end it, or choose another directory with -s."
+                f"Another training writes to {self._directory}: {holder or 'unknown process'}. "
+                "Wait until it has ended, stop it, or choose another directory with -s."
             ) from None
         own = f"process {os.getpid()} on {socket.gethostname()}"
         # Only for the message. The training itself reports a full disk.
@@ -124,6 +124,6 @@ class DirectoryLock:
 def cannot_write(directory: str, error: OSError) -> ConfigurationError:
     """Returns the error for a serialization directory that is a file, read-only or full."""
     return ConfigurationError(
-        f"The serialization directory {directory} can't be written: {error.strerror or error}. "
+        f"The serialization directory {directory} is not writable: {error.strerror or error}. "
         "Choose another directory with -s."
     )

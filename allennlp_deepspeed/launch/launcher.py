@@ -118,11 +118,10 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[LaunchedProcess]
         if size in (None, "", "1"):
             return None
     raise ConfigurationError(
-        f"The environment has WORLD_SIZE={size}, but doesn't say which of the processes this one "
-        "is. Write RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-        "into the environment of each process, or start them by torchrun, deepspeed, accelerate, "
-        "srun or mpirun. Or remove WORLD_SIZE, if a launcher says how many there are, or if this "
-        "is to be the only one."
+        f"The environment has WORLD_SIZE={size}, but not the rank of this process. Set RANK, "
+        "LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, "
+        "or start them by torchrun, deepspeed, accelerate, srun or mpirun. For a single process, "
+        "unset WORLD_SIZE."
     )
 
 
@@ -145,10 +144,10 @@ def read_environment(environ: Mapping[str, str], launcher: str = _TORCH) -> Laun
     is_possible = 0 <= rank < size and local_size > 0 and size % local_size == 0
     if not is_possible or rank % local_size != local_rank:
         raise ConfigurationError(
-            f"This is rank {rank} of {size} processes, and number {local_rank} of {local_size} on "
-            f"its node, according to {launcher}. Ranks have to be from 0 to {size - 1}, in the "
-            "order of the nodes, and each node has to have the same number of processes, such as "
-            "with srun's --ntasks-per-node and --distribution=block."
+            f"According to {launcher}, this is rank {rank} of {size}, and local rank {local_rank} "
+            f"of {local_size}. Ranks must be from 0 to {size - 1} in the order of the nodes, with "
+            "the same number of processes on each node, for example by srun's --ntasks-per-node "
+            "and --distribution=block."
         )
     return LaunchedProcess(
         launcher=launcher,
@@ -167,8 +166,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", environ[name])
     if match is None:
         raise ConfigurationError(
-            f"The environment variable {name} is '{environ[name]}', but has to be a number, the "
-            "same for each node if it is how many processes a node has."
+            f"The environment variable {name} is '{environ[name]}', but must be a number, and the "
+            "same for each node if it is the number of processes per node."
         )
     return int(match[1])
 
@@ -183,10 +182,9 @@ def _address(environ: Mapping[str, str], launcher: str, is_one_node: bool) -> st
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ConfigurationError(
-            "There are processes on several nodes, but where the one of rank 0 is isn't known: "
-            "write MASTER_ADDR, a name or an address of that node, and MASTER_PORT, a free port "
-            "there, into the environment of all (Open MPI: -x MASTER_ADDR=..., MPICH: -genv "
-            "MASTER_ADDR ...)."
+            "There are processes on several nodes, but MASTER_ADDR is unset: set MASTER_ADDR to a "
+            "name or address of the node of rank 0, and MASTER_PORT to a free port there, for all "
+            "processes (Open MPI: -x MASTER_ADDR=..., MPICH: -genv MASTER_ADDR ...)."
         )
     return "".join(filter(None, match.groups()))
 
@@ -233,9 +231,8 @@ def fill_distributed(params: Params, launched: LaunchedProcess, arguments: Dict[
         port = distributed.get("primary_port") or port
     if not port:
         raise ConfigurationError(
-            f"There are {launched.world_size} processes, but no port is known at which they can "
-            "meet: write MASTER_PORT into the environment of all, or 'distributed.primary_port' "
-            "into the config."
+            f"There are {launched.world_size} processes, but no port for the rendezvous: set "
+            "MASTER_PORT for all of them, or write 'distributed.primary_port'."
         )
     params["distributed"] = {
         **distributed,
@@ -256,21 +253,20 @@ def _check(distributed: Dict[str, Any], launched: LaunchedProcess) -> None:
     is_list = isinstance(devices, list) and len(devices) > 0
     if is_list and len(devices) != launched.local_world_size and not is_agent:
         raise ConfigurationError(
-            f"'distributed.cuda_devices' has {len(devices)}, but there are "
-            f"{launched.local_world_size} processes on each node, according to "
-            f"{launched.launcher}: leave the key out, or have as many started (torchrun: "
-            "--nproc-per-node)."
+            f"'distributed.cuda_devices' has {len(devices)} entries, but {launched.launcher} "
+            f"started {launched.local_world_size} processes on each node: remove the key, or "
+            "start as many processes (torchrun: --nproc-per-node)."
         )
     if num_nodes not in (None, launched.num_nodes):
         raise ConfigurationError(
-            f"'distributed.num_nodes' is {num_nodes}, but there are {launched.num_nodes}, "
-            f"according to {launched.launcher}: leave it out."
+            f"'distributed.num_nodes' is {num_nodes}, but {launched.launcher} started "
+            f"{launched.num_nodes} nodes: remove the key."
         )
     for key in ("min_nodes", "rendezvous_endpoint"):
         if distributed.get(key) is not None:
             raise ConfigurationError(
-                f"'distributed.{key}' is for nodes on which 'allennlp train' is started by itself, "
-                "but a launcher has started this process: leave it out (torchrun has --nnodes "
+                f"'distributed.{key}' applies if 'allennlp train' is started without a launcher, "
+                "but a launcher started this process: remove the key (torchrun has --nnodes "
                 "MIN:MAX and --rdzv-endpoint)."
             )
 

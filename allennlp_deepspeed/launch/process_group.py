@@ -63,10 +63,9 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
     except (dist.DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"Rank {rank} on {socket.gethostname()} can't connect to the other ranks {how}, at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_first_line(error)}. "
-            f"{advice}Another rank may have been killed meanwhile: the output of the other nodes "
-            "says more."
+            f"Rank {rank} on {socket.gethostname()} could not connect to the other ranks {how}, "
+            f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_first_line(error)}. "
+            f"{advice}Another rank may have been killed: see the output of the other nodes."
         ) from error
     return store
 
@@ -103,7 +102,7 @@ def _answer_questions(store: dist.Store, number: int, world_size: int, timeout: 
         time.sleep(_POLL_SECONDS)
         missing = [rank for rank in missing if not store.check([f"joined/{number}/{rank}"])]
         if missing and time.monotonic() > deadline:
-            raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} have not come")
+            raise dist.DistStoreError(f"ranks {', '.join(map(str, missing))} are missing")
 
 
 def _interface_advice(backend: str) -> str:

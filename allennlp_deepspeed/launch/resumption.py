@@ -67,12 +67,12 @@ def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> boo
     """
     if force:
         raise ConfigurationError(
-            '--force removes what \'"resume": "auto"\' of the trainer would continue: leave out '
-            "one of the two."
+            "--force deletes the training that '\"resume\": \"auto\"' of 'trainer' would resume: "
+            "remove one of the two."
         )
     directory = Path(serialization_dir)
     if _has_checkpoint(directory):
-        announce(logger, "%s has a training in it, which is continued.", directory)
+        announce(logger, "Resuming the training in %s.", directory)
         return True
     return False
 
@@ -101,8 +101,8 @@ def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
     others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _FILES_OF_START)]
     if others and not is_ours:
         raise ConfigurationError(
-            f"{directory} has no training in it that could be continued, but {json.dumps(others)}: "
-            "choose another directory with -s, or remove them."
+            f"{directory} has no training to resume, but other files: {json.dumps(others)}. "
+            "Choose another directory with -s, or delete them."
         )
     names = [name for name in names if name not in others]
     for name in names:
@@ -112,9 +112,7 @@ def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
         else:
             path.unlink()
     if names:
-        announce(
-            logger, "%s has a start in it that hadn't come to a checkpoint. Removed.", directory
-        )
+        announce(logger, "Removed an earlier start without a checkpoint from %s.", directory)
 
 
 def _has_checkpoint(directory: Path) -> bool:
@@ -152,14 +150,14 @@ def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -
     fixed = [key for key in differing if not may_change(key)]
     if fixed:
         raise ConfigurationError(
-            f"A training that is continued has the config that it began with, which is {path}. "
-            f"Of this one differs: {_changes(params, recorded, fixed[:_MAX_NAMED])}"
+            f"A training must be resumed with its original config, {path}. Different now: "
+            f"{_changes(params, recorded, fixed[:_MAX_NAMED])}"
             + (f"; and {len(fixed) - _MAX_NAMED} more" if len(fixed) > _MAX_NAMED else "")
-            + ". Write it as it was, or train into another directory."
+            + ". Restore the values, or train into another directory."
         )
     if differing:
         changes = _changes(params, recorded, differing)
-        announce(logger, "Continues with another config, which %s has now: %s", path, changes)
+        announce(logger, "Resuming with a changed config, saved to %s: %s", path, changes)
         _replace_config(path, params)
 
 

@@ -257,10 +257,10 @@ def _join_process_group(
     directory = SerializationDirectory(arguments["serialization_dir"])
     if distributed.get("min_nodes") is not None and not directory.is_shared:
         raise ConfigurationError(
-            f"'distributed.min_nodes' is {distributed['min_nodes']}, for which the nodes have to "
-            "share the serialization directory, because a node that is lost takes its files with "
-            f"it. {arguments['serialization_dir']} is a directory of its own on some nodes: give "
-            "one that all see, on NFS for example, or remove 'min_nodes'."
+            f"'distributed.min_nodes' is {distributed['min_nodes']}, which needs a serialization "
+            "directory that all nodes share, because a lost node takes its files with it. "
+            f"{arguments['serialization_dir']} is local on some nodes: use one on NFS, for "
+            "example, or remove 'distributed.min_nodes'."
         )
     return store, directory
 
@@ -290,7 +290,7 @@ def _check_same_on_all_ranks(own: Dict[str, Any]) -> None:
     lines = differences(everyones)
     if lines:
         raise ConfigurationError(
-            "\n".join(["What has to be the same on every node isn't:", *lines])
+            "\n".join(["These must be the same on every node, but differ:", *lines])
         )
 
 

@@ -20,9 +20,9 @@ _STEP_VALUES = {
     "Learning rate": "lr",
     "Gradient norm": "grad_norm",
     "Loss scale": "loss_scale",
-    "Samples a second": "samples_per_second",
-    "Tokens a second": "tokens_per_second",
-    "Memory of a worker": "memory_bytes",
+    "Samples per second": "samples_per_second",
+    "Tokens per second": "tokens_per_second",
+    "Memory per worker": "memory_bytes",
 }
 # Parts of the names of epoch metrics that aren't metrics of the model.
 _SYSTEM_METRIC_SUFFIXES = ("_memory_MB", "_duration", "_epochs")

@@ -32,7 +32,7 @@ def page(directories: List[str]) -> str:
         text = _render(load_runs(directories))
     except RecursionError as error:
         raise ConfigurationError(
-            f"A line or the config of {' or '.join(directories)} is nested too deeply to be shown."
+            f"A line or the config in {' or '.join(directories)} is nested too deeply to be shown."
         ) from error
     # A JSON string can contain a lone surrogate.
     return text.encode(errors="replace").decode()

@@ -76,13 +76,13 @@ class Run:
         path = self.directory / metrics_file.FILE_NAME
         if not self._has(path):
             raise ConfigurationError(
-                f"There is no {metrics_file.FILE_NAME} in {directory}: give the serialization "
-                "directory of a training with the 'deepspeed' trainer, which writes it."
+                f"There is no {metrics_file.FILE_NAME} in {directory}: pass the serialization "
+                "directory of a training with the 'deepspeed' trainer, which writes that file."
             )
         self.lines = _with_hours(list(metrics_file.read(str(path))))
         if not self.lines:
             raise ConfigurationError(
-                f"{path} has no lines yet. They come with the first optimizer steps."
+                f"{path} is empty: its first lines are written after the first optimizer steps."
             )
         self.name = self.directory.resolve().name
         config = self.directory / "config.json"
@@ -99,8 +99,8 @@ class Run:
         """
         if path.is_file() and not path.resolve().is_relative_to(self.directory.resolve()):
             raise ConfigurationError(
-                f"{path} is a link to {path.resolve()}, which is not in {self.directory}: copy the "
-                "file there."
+                f"{path} is a symbolic link to {path.resolve()}, outside {self.directory}: copy "
+                "the file there."
             )
         return path.is_file()
 
@@ -187,7 +187,7 @@ def load_runs(directories: List[str]) -> List[Run]:
     """
     resolved = [os.path.realpath(directory) for directory in directories]
     if len(set(resolved)) < len(resolved):
-        raise ConfigurationError("A directory is given twice: leave one out.")
+        raise ConfigurationError("A directory is passed twice: remove one.")
     runs = [Run(directory) for directory in directories]
     names = [run.name for run in runs]
     for run, directory in zip(runs, directories):
@@ -267,6 +267,6 @@ def _config(path: Path) -> Dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"{path} is not JSON ({error}): it isn't as training has written it. Put it back, or "
-            "remove it, and the report is without the config."
+            f"{path} is not valid JSON ({error}): restore the file, or remove it for a report "
+            "without the config."
         ) from error

@@ -76,7 +76,7 @@ class ConsoleReport:
         self._best: Dict[str, Any] = dict(trainer.best_epoch_metrics)
         self._progress: Optional[EpochProgress] = None
         if dist.get_rank() != 0:
-            announce(logger, "Rank 0, on %s, shows the training.", trainer.directories.hosts[0])
+            announce(logger, "Progress is shown by rank 0, on %s.", trainer.directories.hosts[0])
             return
         version = versions.versions().get("version of allennlp-deepspeed", "")
         lines = overview.overview(trainer, keys, serialization_dir or "nowhere")
@@ -85,7 +85,7 @@ class ConsoleReport:
         if num_steps > 0:
             announce(
                 logger,
-                "Reads again what has been trained, skipping to epoch %d after %d steps in all.",
+                "Resuming: fast-forwarding data to epoch %d (global step %d)",
                 self._start_epoch,
                 num_steps,
             )
@@ -97,7 +97,7 @@ class ConsoleReport:
             return None
         title = f"Epoch {epoch}/{self._num_epochs - 1}"
         if epoch < self._start_epoch:
-            title += f", skipped to {self._start_epoch}"
+            title += f", fast-forwarding to epoch {self._start_epoch}"
         self._progress = EpochProgress(console, title, total)
         return self._progress
 
@@ -137,14 +137,14 @@ class ConsoleReport:
         best = {k[len(prefix) :]: v for k, v in metrics.items() if k.startswith(prefix)}
         title = f"Epoch {epoch}/{self._num_epochs - 1} in {timedelta(seconds=round(seconds))}"
         if best and metrics.get("best_epoch") == epoch:
-            title += ", the best so far"
+            title += ", best so far"
         _announce_table(epoch_table(title, metrics, self._best))
         self._best = best
 
     def announce_checkpoint(self, path: str, num_bytes: int, seconds: float) -> None:
         """Announces a saved checkpoint. Called in a thread."""
         name = os.path.basename(path)
-        announce(logger, "Saved %s, %s in %.1f s", name, decimal(num_bytes), seconds)
+        announce(logger, "Saved checkpoint %s (%s, %.1f s)", name, decimal(num_bytes), seconds)
 
 
 class EpochProgress:

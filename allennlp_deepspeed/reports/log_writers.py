@@ -44,12 +44,13 @@ class LogWriters:
             if callback._distribution_interval is not None:
                 raise ConfigurationError(
                     f"'distribution_interval' of the callback {type(callback).__name__} is "
-                    f"{callback._distribution_interval}, but each worker has only a shard of the "
-                    "parameters and gradients whose histograms it logs: leave it out"
+                    f"{callback._distribution_interval}, but its histograms need unsharded "
+                    "parameters and gradients, and each worker has a shard: remove the key"
                 )
             if callback._should_log_parameter_statistics:
                 logger.info(
-                    "%s logs no statistics of single parameters and gradients, which are sharded.",
+                    "%s logs no statistics of individual parameters and gradients, because they "
+                    "are sharded.",
                     type(callback).__name__,
                 )
             log_norm = partial(_log_gradient_norm, callback)

@@ -119,7 +119,7 @@ class MetricsFile:
                 # same error.
                 if not self._has_failed:
                     self._has_failed = True
-                    logger.warning("%s can't be written: %s", self.path, error)
+                    logger.warning("Could not write %s: %s", self.path, error)
 
 
 def read(path: str) -> Iterator[Dict[str, Any]]:

@@ -72,7 +72,7 @@ def _workers(trainer: Any) -> str:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "the CPU"
     if dist.get_world_size() == 1:
-        return f"one process on {name}"
+        return f"1 process on {name}"
     hosts = collections.Counter(trainer.directories.hosts)
     where = "" if len(hosts) == 1 else f" of {', '.join(f'{h} ({n})' for h, n in hosts.items())}"
     return f"{dist.get_world_size()} on {name}{where}"
@@ -86,18 +86,21 @@ def _precision(config: ResolvedConfig) -> str:
 
 def _parameters(engine: DeepSpeedEngine) -> str:
     size = ModelSize.from_model(engine.module)
-    return f"{sum(size.trainable):,} trained, {sum(size.frozen):,} frozen"
+    return f"{sum(size.trainable):,} trainable, {sum(size.frozen):,} frozen"
 
 
 def _batch(trainer: Any) -> str:
     config, workers = trainer.resolved_config, trainer.num_readers
     if config.finds_micro_batch_size:
         num_instances = config.engine_config["train_batch_size"]
-        return f"{num_instances} instances a step of {workers} workers, in micro-batches that fit"
+        return (
+            f"global batch {num_instances}, {workers} workers, micro-batch size found in the "
+            "first step"
+        )
     steps = config.num_gradient_accumulation_steps
     size = config.engine_config.get("train_micro_batch_size_per_gpu")
     if not isinstance(size, int) or not trainer.has_fixed_batch_size:
-        return f"micro-batches of no fixed size, accumulation {steps}, workers {workers}"
+        return f"micro-batches of varying size, accumulation {steps}, workers {workers}"
     return (
         f"micro-batch {size} × accumulation {steps} × workers {workers} "
         f"= {size * steps * workers} instances a step"
@@ -112,7 +115,7 @@ def _optimizer(trainer: Any) -> str:
     texts = [type(trainer.optimizer).__name__]
     begins = trainer.progress.total_batches_completed_at_start == 0
     if begins and peak is not None and peak > rates[-1]:
-        texts.append(f"learning rate {rate}, which rises to {peak:g}")
+        texts.append(f"learning rate {rate}, warming up to {peak:g}")
     elif rates[-1] > 0:
         texts.append(f"learning rate {rate}")
     return ", ".join([*texts, _schedule(scheduler)])
@@ -133,14 +136,14 @@ def _peak_learning_rate(scheduler: Any, optimizer: torch.optim.Optimizer) -> Opt
 
 def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
     clipping = config.engine_config.get("gradient_clipping")
-    texts = [f"clipped to a norm of {clipping:g}"] if clipping else []
+    texts = [f"norm clipped to {clipping:g}"] if clipping else []
     if keys.get("grad_clipping"):
         texts.append(f"values clipped to ±{keys['grad_clipping']:g}")
     texts = texts or ["not clipped"]
     if dist.get_world_size() > 1:
         setting = keys["gradient_synchronization"]
         mode = {
-            "auto": "when it takes least",
+            "auto": "automatically",
             "step": "once a step",
             "micro_batch": "after each micro-batch",
         }[setting]
@@ -148,7 +151,7 @@ def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
             mode = "once a step"
         texts.append(f"reduced {mode} (gradient_synchronization {setting})")
     if keys.get("grad_cache"):
-        texts.append("cached (grad_cache)")
+        texts.append("gradient caching")
     return ", ".join(texts)
 
 
@@ -161,11 +164,11 @@ def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
             texts.append(f"{what} on {device}")
     checkpointed = keys.get("activation_checkpointing")
     if checkpointed:
-        texts.append(f"activations recomputed in {', '.join(map(str, checkpointed))}")
+        texts.append(f"activation checkpointing in {', '.join(map(str, checkpointed))}")
     for key in ("sequence_parallel_size", "sequence_tiling", "torch_compile"):
         if keys.get(key) not in (None, 1, False):
             texts.append(key if isinstance(keys[key], (bool, dict)) else f"{key} {keys[key]}")
-    return ", ".join(texts) or "nothing offloaded, activations kept"
+    return ", ".join(texts) or "no offload, no activation checkpointing"
 
 
 def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
@@ -183,11 +186,11 @@ def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
         if total := sum(sizes.values()):
             listed = ", ".join(f"{name} {decimal(size)}" for name, size in sizes.items() if size)
             texts.append(f"{decimal(total)} on {place} ({listed})")
-    text = f"a worker about {', '.join(texts)}"
+    text = f"about {', '.join(texts)} per worker"
     if not is_gpu:
         text = text.replace(" on the CPU", "", 1)
     if buffers := states.gpu.buffers + states.cpu.buffers:
-        text += f", buffers up to {decimal(buffers)}"
+        text += f", buffers {decimal(buffers)} (reduce_bucket_size and others)"
     return f"{text}; the {'GPU' if is_gpu else 'machine'} has {decimal(there_is)}"
 
 
@@ -213,5 +216,5 @@ def _checkpoints(trainer: Any, serialization_dir: str) -> str:
     kept = keys["keep_most_recent_by_count"]
     texts = [f"in {serialization_dir}", f"after {' and '.join(times)}" if times else "never saved"]
     if kept is not None:
-        texts.append(f"the newest {kept} are kept")
+        texts.append(f"keeping the newest {kept}")
     return ", ".join(texts)

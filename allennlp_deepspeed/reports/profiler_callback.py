@@ -71,8 +71,8 @@ class ProfilerCallback(TrainerCallback):
         is_list = isinstance(steps, (list, tuple)) and len(steps) > 0
         if not is_list or not all(type(step) is int and step > 0 for step in steps):
             raise ConfigurationError(
-                f"'steps' of the callback 'profiler' is {steps!r}: must be a list of the numbers "
-                "of optimizer steps, counted from 1, such as [10, 11, 12]."
+                f"'steps' of the callback \"profiler\" is {steps!r}: must be a list of optimizer "
+                "steps, counted from 1, such as [10, 11, 12]."
             )
         self._steps = sorted(set(steps))
         self._options: Dict[str, Any] = {
@@ -88,8 +88,8 @@ class ProfilerCallback(TrainerCallback):
         super().on_start(trainer, is_primary=is_primary, **kwargs)
         if not hasattr(trainer, "engine"):
             raise ConfigurationError(
-                "The callback 'profiler' needs the 'deepspeed' trainer: write "
-                '"type": "deepspeed" in the trainer, or leave out the callback.'
+                'The callback "profiler" needs the \'deepspeed\' trainer: write "type": '
+                "\"deepspeed\" in 'trainer', or remove the callback."
             )
         self._start_or_stop(trainer.progress.total_batches_completed_at_start, is_primary)
 
@@ -133,7 +133,7 @@ class ProfilerCallback(TrainerCallback):
         if is_primary:
             announce(
                 logger,
-                "Recorded steps %d to %d. The trace is in %s, for Perfetto.",
+                "Profiled steps %d to %d. Trace for Perfetto: %s",
                 self._first,
                 last,
                 path,
@@ -147,8 +147,8 @@ class ProfilerCallback(TrainerCallback):
         num_steps = trainer.steps_completed
         if num_steps < self._steps[-1]:
             logger.warning(
-                "The callback 'profiler' was to record step %d, but the training has ended after "
-                "%d.",
+                'The callback "profiler" did not record step %d, because training ended after '
+                "step %d.",
                 next(step for step in self._steps if step > num_steps),
                 num_steps,
             )

@@ -223,10 +223,10 @@ class GradientStep:
         if self.has_failed:
             raise ValueError(
                 f"NaN or infinite gradients encountered at optimizer step {num_steps} of the run, "
-                "where no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's "
-                "constructor finds the operation whose backward pass computes them, such as a "
-                "square root, a norm or a division at 0. If the gradients are only too large for "
-                "the norm, lower the learning rate."
+                "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the "
+                "model's constructor finds the operation, for example a square root, a norm or a "
+                "division at 0. If the gradients are only too large for their norm, lower the "
+                "learning rate."
             )
 
     def pop_figures(self) -> StepFigures:
@@ -249,8 +249,8 @@ class GradientStep:
 def _check_requires_gradient(loss: torch.Tensor) -> None:
     if not getattr(loss, "requires_grad", False):
         raise RuntimeError(
-            "The model's loss depends on no parameter that is trained. Compute it from what "
-            "trained layers return, and not within `torch.no_grad()` or after `.detach()` or "
+            "The model's loss doesn't depend on any trainable parameter. Compute it from the "
+            "outputs of trainable layers, not within `torch.no_grad()` or after `.detach()` or "
             "`.item()`."
         )
 

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _LOADERS_WITH_EXACT_LENGTH = (MultiProcessDataLoader, SimpleDataLoader)
 
 _NO_DATA = (
-    "A worker has no batch of training data, so that no worker can make a step: use fewer workers, "
-    "or smaller batches, or put more instances into 'train_data_path'."
+    "A worker has no batch of training data: use fewer workers, smaller batches, or more "
+    "instances in 'train_data_path'."
 )
 
 
@@ -105,8 +105,7 @@ class BatchGroups:
             yield BatchGroup(batches, len(batches))
         if is_empty:
             raise ConfigurationError(
-                "The data loader has no batch of training data: put instances into "
-                "'train_data_path'."
+                "The data loader has no batch of training data: add instances to 'train_data_path'."
             )
 
     def _known_length_groups(
@@ -228,9 +227,9 @@ def _length(data_loader: DataLoader) -> Optional[int]:
 
 def _warn_of_surplus(what: str) -> None:
     logger.warning(
-        "Rank %d finishes the epoch early and leaves out %s, because another rank has less data. A "
-        "small imbalance is fine; to be rid of it, make the number of instances divisible by the "
-        "number of workers times the batch size.",
+        "Rank %d ends the epoch early and drops %s, because another rank has less data. A small "
+        "imbalance is fine; to avoid it, make the number of instances divisible by the number of "
+        "workers times the batch size.",
         dist.get_rank(),
         what,
     )

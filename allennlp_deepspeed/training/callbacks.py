@@ -89,9 +89,8 @@ def refuse_backward_callbacks(callbacks: Sequence[TrainerCallback], reason: str)
 
 # The error for AllenNLP's callback that runs backward.
 NO_SCALING_CALLBACK = (
-    "'trainer.callbacks' has 'mixed_precision_backward', which scales losses as AllenNLP does. "
-    "Here the engine does that: leave it out, and write 'trainer.use_amp', or a precision in "
-    "'trainer.deepspeed_config'."
+    "'trainer.callbacks' has \"mixed_precision_backward\", but the engine scales losses: remove "
+    "it, and write 'trainer.use_amp', or a precision in 'trainer.deepspeed_config'."
 )
 
 
@@ -135,8 +134,7 @@ def check_added(callbacks: Sequence[TrainerCallback], known: List[TrainerCallbac
     for callback in needing_preparation(callbacks):
         if not any(callback is each for each in known):
             raise ConfigurationError(
-                f"The callback {type(callback).__name__} goes backward or logs parameters, and was "
-                "given to the trainer, or its 'on_backward', after the engine had been "
-                "constructed: give it to the trainer's constructor, or write it in "
-                "'trainer.callbacks'."
+                f"The callback {type(callback).__name__} calls backward or logs parameters, but "
+                "it (or its 'on_backward') was added after the engine was constructed: pass it to "
+                "the trainer's constructor, or write it in 'trainer.callbacks'."
             )

@@ -258,8 +258,8 @@ def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
     if isinstance(ddp_accelerator, TorchDdpAccelerator):
         return ddp_accelerator._ddp_kwargs["find_unused_parameters"]
     raise ConfigurationError(
-        f"The 'deepspeed' trainer can't be used with a {type(ddp_accelerator).__name__} under "
-        "'distributed.ddp_accelerator': leave it out."
+        "The 'deepspeed' trainer can't be used with 'distributed.ddp_accelerator' "
+        f"{type(ddp_accelerator).__name__}: remove the key."
     )
 
 
@@ -271,9 +271,9 @@ def _construct_part(part: Any, **arguments: Any) -> Any:
 def _check_schedule(schedule: Any) -> None:
     if _unfreezes(schedule):
         raise ConfigurationError(
-            "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but parameters can't be "
-            "frozen and unfrozen while DeepSpeed trains them. Remove it, or freeze parameters for "
-            "good with 'trainer.no_grad'."
+            "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but DeepSpeed doesn't "
+            "support freezing or unfreezing during training. Remove it, or freeze parameters by "
+            "'trainer.no_grad'."
         )
 
 
@@ -300,8 +300,7 @@ def check_checkpointer(checkpointer: Any) -> None:
     if checkpointer is not None and not isinstance(checkpointer, DeepSpeedCheckpointer):
         raise ConfigurationError(
             "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
-            f"{type(checkpointer).__name__}: "
-            'write "checkpointer": {"type": "deepspeed", ...}.'
+            f'{type(checkpointer).__name__}: write "checkpointer": {{"type": "deepspeed", ...}}.'
         )
 
 
@@ -343,8 +342,8 @@ def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directorie
         return found
     if setting is not None and setting == found.is_shared:
         logger.warning(
-            "%s 'deepspeed_config.checkpoint.use_node_local_storage' is %s, and is not needed: "
-            "leave it out.",
+            "%s 'trainer.deepspeed_config.checkpoint.use_node_local_storage' is %s, and not "
+            "needed: remove it.",
             found.description(),
             json.dumps(setting),
         )

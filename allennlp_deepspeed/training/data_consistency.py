@@ -65,19 +65,19 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
         if not _is_even_split(counts):
             which = ", ".join(f"{count} on {name}" for count, name in zip(counts, names))
             lines.append(
-                f"'{loader_name}' has given numbers of instances that are no division of the same "
-                f"data: {which}"
+                f"'{loader_name}' gave the ranks numbers of instances that aren't shares of the "
+                f"same data: {which}"
             )
     if lines:
-        raise ConfigurationError("\n".join(["What the ranks train on differs:", *lines]))
+        raise ConfigurationError("\n".join(["The ranks' training data differ:", *lines]))
 
 
 def _check_not_empty(everyones: List[Dict[str, Optional[int]]]) -> None:
     for name in everyones[0]:
         if all(counts[name] == 0 for counts in everyones):
             raise ConfigurationError(
-                f"The dataset reader has found no instance in '{name}': write the path of a file "
-                "that has some, or leave out the key if it is that of the validation data."
+                f"The dataset reader found no instance in '{name}': write the path of a file with "
+                "instances, or, for validation data, remove the key."
             )
 
 

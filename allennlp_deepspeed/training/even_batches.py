@@ -67,8 +67,8 @@ class EvenBatches:
                 return
             if num_without_any > 0 or last is None:
                 raise ConfigurationError(
-                    "A worker has no validation data: use fewer workers, or put more instances "
-                    "into 'validation_data_path'."
+                    "A worker has no validation data: use fewer workers, or add instances to "
+                    "'validation_data_path'."
                 )
             yield self._model.dummy_batch(last) if batch is None else batch
 

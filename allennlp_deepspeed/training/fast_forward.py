@@ -122,16 +122,15 @@ class FastForward:
         modules = find_unrestorable_dropout(self._model)
         if modules:
             logger.warning(
-                "What the dropout between the layers of %s leaves out from here on is not what it "
-                "would have been without the interruption: on a GPU its random state is cuDNN's, "
-                "which can't be saved.",
+                "After resuming, the dropout between layers of %s differs from an uninterrupted "
+                "run: on GPUs cuDNN holds its random state, which can't be saved.",
                 ", ".join(modules),
             )
         load_module_states(self._model, state["modules"])
         self._progress.finish_fast_forward()
         announce(
             logger,
-            "Has come to step %d of epoch %d again, and goes on training there.",
+            "Resumed training at step %d of epoch %d",
             self._progress.resume_point.steps,
             self._progress.resume_point.epochs,
         )

@@ -9,8 +9,8 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpoint.trainer_protocol import overridden
 
-_CONSTRUCTOR = "give it to the trainer's constructor"
-_WORKERS = "'distributed' says which workers there are"
+_CONSTRUCTOR = "pass it to the trainer's constructor"
+_WORKERS = "'distributed' defines the workers"
 _GRADIENTS = "change gradients in a callback's `on_backward`"
 
 FIXED: Dict[str, str] = {
@@ -25,7 +25,7 @@ FIXED: Dict[str, str] = {
     "_rank": _WORKERS,
     "_serialization_dir": _CONSTRUCTOR,
     "_world_size": _WORKERS,
-    "_ddp_wrapped_model": "the engine has its place",
+    "_ddp_wrapped_model": "use `trainer.engine`",
     "_grad_clipping": "write 'trainer.grad_clipping'",
     "_grad_norm": "write 'trainer.grad_norm'",
     "_moving_average": "write 'trainer.moving_average'",
@@ -54,7 +54,7 @@ def check_trainer(own: type, trainer_class: type) -> None:
     for name in overridden(own, trainer_class, FIXED):
         raise ConfigurationError(
             f"{trainer_class.__name__} overrides '{name}', which the 'deepspeed' trainer doesn't "
-            f"call, because the engine does its work: {FIXED[name]}."
+            f"call, because the engine does this: {FIXED[name]}."
         )
 
 
@@ -69,6 +69,6 @@ def check_assignment(trainer: Any, name: str, value: Any) -> None:
     """
     if name in FIXED and getattr(trainer, name, None) is not value:
         raise AttributeError(
-            f"'{name}' of a 'deepspeed' trainer can't be set: its engine has been constructed "
-            f"without that. Instead, {FIXED[name]}."
+            f"'{name}' of a 'deepspeed' trainer can't be set after its engine was constructed. "
+            f"Instead, {FIXED[name]}."
         )

@@ -77,14 +77,14 @@ def check_readable(mode: str, accumulates_outside_grad: bool) -> None:
     """
     if accumulates_outside_grad:
         raise ConfigurationError(
-            "A callback with 'on_backward' needs gradients that stay on the parameters, and "
-            "deepspeed_config.data_types.grad_accum_dtype has them accumulated elsewhere, in "
-            "another precision. Remove that key, or say in the callback's class that it does "
-            "not read gradients: `reads_gradients = False`."
+            "A callback with 'on_backward' needs gradients in `.grad`, but with "
+            "'trainer.deepspeed_config.data_types.grad_accum_dtype' they are accumulated "
+            "elsewhere, in another precision. Remove that key, or declare in the callback's class "
+            "that it doesn't read gradients: `reads_gradients = False`."
         )
     if mode == MICRO_BATCH:
         raise ConfigurationError(
-            f"'trainer.gradient_synchronization' is \"{mode}\", but a callback with "
-            "'on_backward' may read the gradients of the micro-batches before. Write "
-            '"step", or say in its class that it does not: `reads_gradients = False`.'
+            f"'trainer.gradient_synchronization' is \"{mode}\", but a callback with 'on_backward' "
+            'may read the gradients of earlier micro-batches. Write "step", or declare in its '
+            "class that it doesn't: `reads_gradients = False`."
         )

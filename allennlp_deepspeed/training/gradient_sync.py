@@ -188,9 +188,9 @@ class GradientSynchronizer:
         self._defers_all = self._ranks_differ = largest != -negative
         if self._ranks_differ and dist.get_rank() == 0:
             logger.warning(
-                "The workers have used different parameters in the first step. From here on "
-                "gradients are reduced when a backward pass is done, as with "
-                '"ddp_accelerator": {"type": "torch", "find_unused_parameters": true}.'
+                "The workers used different parameters in the first step. From now on gradients "
+                'are reduced after the backward pass, without overlap, as with "ddp_accelerator": '
+                '{"type": "torch", "find_unused_parameters": true}.'
             )
 
     def start_step(self) -> None:
@@ -296,10 +296,10 @@ class GradientSynchronizer:
         """
         if dist.get_world_size() > 1:
             raise RuntimeError(
-                f"On rank {dist.get_rank()} the loss depends on no parameter that is trained, and "
-                "the gradients of other workers can't be reduced without it. Write "
-                '"deepspeed_config": {"zero_optimization": {"stage": 2}} and "distributed": '
-                '{"ddp_accelerator": {"type": "torch", "find_unused_parameters": true}, ...}.'
+                f"On rank {dist.get_rank()} the loss doesn't depend on any trainable parameter, "
+                'and the other ranks can\'t reduce their gradients. Write "deepspeed_config": '
+                '{"zero_optimization": {"stage": 2}} and "distributed": {"ddp_accelerator": '
+                '{"type": "torch", "find_unused_parameters": true}, ...}.'
             )
 
 
@@ -347,7 +347,8 @@ class OrderedReduction:
         if self._computed_in[index] is not None:
             raise RuntimeError(
                 "A second backward pass of the same micro-batch would reduce gradients again, and "
-                "the first would be lost. Put all passes but the last into `trainer.no_sync()`."
+                "lose those of the first. Put all backward passes except the last into "
+                "`trainer.no_sync()`."
             )
         # A nested one, of reentrant activation checkpointing, has its own.
         backward_pass = torch._C._current_graph_task_id()

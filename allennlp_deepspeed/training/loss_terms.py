@@ -80,15 +80,15 @@ def check_class(model: Type[Model]) -> None:
     auto = "'trainer.num_gradient_accumulation_steps' is \"auto\""
     if getattr(model, "compares_examples", False):
         raise ConfigurationError(
-            f"{auto}, but the loss of a {model.__name__} compares the examples of a batch with "
-            "each other, and is no mean of those of parts: write "
-            '"grad_cache": {"chunk_size": "auto"} in its place, without \'global_batch_size\'.'
+            f"{auto}, but the loss of {model.__name__} compares the examples of a batch, and "
+            'isn\'t a mean over them: write "grad_cache": {"chunk_size": "auto"} instead, without '
+            "'trainer.global_batch_size'."
         )
     if model not in _OF_ALLENNLP and not hasattr(model, "num_loss_terms"):
         raise ConfigurationError(
-            f"{auto}, but nothing says over what the loss of a {model.__name__} is a mean: give "
-            "the model a method 'num_loss_terms', which is called with the inputs of 'forward' and "
-            "returns the number of instances, or of tokens, or write a number of steps."
+            f"{auto}, but it is unknown what the loss of {model.__name__} is averaged over: add a "
+            "method 'num_loss_terms' to the model, which takes the inputs of 'forward' and "
+            "returns the number of instances or tokens, or write a number of accumulation steps."
         )
 
 
@@ -104,17 +104,18 @@ def check(model: Model) -> None:
     check_class(type(model))
     if getattr(model, "has_router_loss", False):
         raise ConfigurationError(
-            "'trainer.num_gradient_accumulation_steps' is \"auto\", but the loss that balances the "
-            "load of experts ('output_router_logits') is no mean of those of parts of a batch: "
-            "write a number of steps, or \"output_router_logits\": false into 'model.config' or "
+            "'trainer.num_gradient_accumulation_steps' is \"auto\", but the load-balancing loss "
+            "of experts ('output_router_logits') isn't a mean over instances: write a number of "
+            "accumulation steps, or \"output_router_logits\": false in 'model.config' or "
             "'model.transformer_kwargs'."
         )
     for name, module in model.named_modules():
         if has_batch_statistics(module):
             raise ConfigurationError(
-                "'trainer.num_gradient_accumulation_steps' is \"auto\", which can't be used with "
-                f"{type(module).__name__} ('{name}'), whose statistics would be those of a "
-                "micro-batch of any size: use layer normalization, or write a number of steps."
+                "'trainer.num_gradient_accumulation_steps' is \"auto\", but "
+                f"{type(module).__name__} ('{name}') computes statistics over a micro-batch, "
+                "whose size varies: use layer normalization, or write a number of accumulation "
+                "steps."
             )
 
 

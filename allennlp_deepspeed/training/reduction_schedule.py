@@ -48,7 +48,7 @@ class ReductionSchedule:
             return
         if state["where"] == self._setup():
             self._set(state["is_once_a_step"])
-            logger.info("Gradients are reduced %s, as before.", self._description())
+            logger.info("Resumed: gradients are reduced %s.", self._description())
 
     def decide(self, dtype: torch.dtype) -> None:
         """
@@ -66,9 +66,9 @@ class ReductionSchedule:
         self._set(needed <= free // 2)
         if dist.get_rank() == 0:
             logger.info(
-                "Gradients are reduced %s from here on: accumulated locally they take %d bytes, "
-                'the first step has left %d bytes free on every rank, and "auto" takes up to half '
-                "of them ('gradient_synchronization').",
+                "Gradients are reduced %s from now on: accumulated locally they need %d bytes, "
+                'and "auto" uses up to half of the %d bytes that are free on every rank after the '
+                "first step ('trainer.gradient_synchronization').",
                 self._description(),
                 needed,
                 free,

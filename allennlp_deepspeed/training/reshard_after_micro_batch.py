@@ -71,9 +71,9 @@ class ReshardAfterMicroBatch:
             self._set(needed > free // 2)
             if dist.get_rank() == 0:
                 logger.info(
-                    "Parameters %s from here on: gathered they take %d bytes, the first steps have "
-                    'left %d bytes free on every rank, and "auto" takes up to half of them '
-                    "('reshard_after_micro_batch').",
+                    'Parameters %s from now on: gathered they need %d bytes, and "auto" uses up '
+                    "to half of the %d bytes that are free on every rank after the first steps "
+                    "('trainer.reshard_after_micro_batch').",
                     self._description(),
                     needed,
                     free,
@@ -105,7 +105,7 @@ class ReshardAfterMicroBatch:
         self._num_steps = state["steps"]
         if state["reshards"] is not None:
             self._set(state["reshards"])
-            logger.info("Parameters %s, as before.", self._description())
+            logger.info("Resumed: parameters %s.", self._description())
 
     def _set(self, reshards: bool) -> None:
         self._decision = self.reshards = reshards

@@ -31,9 +31,9 @@ _LOGGING_INTERVAL = 1.0
 _MAX_STEPS = 100
 
 _CHANGES = (
-    "get_metrics() of the model %s changes %s. It is called when metrics are read, about once a "
-    "second, and not after each step as with gradient_descent: write "
-    '"trainer.log_every_num_steps": 1, or have forward() change that.'
+    "get_metrics() of the model %s changes %s. The trainer calls it about once a second, and not "
+    "after each step as gradient_descent does: write \"log_every_num_steps\": 1 in 'trainer', or "
+    "change that in forward()."
 )
 
 # Methods of `dict` that read the metrics first in `BatchMetrics`.

@@ -63,7 +63,7 @@ class DeepSpeedTrainModel(TrainModel):
                 )
         announce(
             logger,
-            "On the test set: %s",
+            "Test metrics: %s",
             ", ".join(f"{name} {value:.4g}" for name, value in _numbers(test_metrics)),
         )
         metrics.update({f"test_{key}": value for key, value in test_metrics.items()})

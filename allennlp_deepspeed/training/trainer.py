@@ -399,8 +399,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         if self._has_trained:
             raise RuntimeError(
-                "This trainer has trained, and trains once. Construct a new trainer, with a "
-                "new optimizer or to resume from a checkpoint."
+                "A trainer trains once. Construct a new trainer, with a new optimizer or to "
+                "resume from a checkpoint."
             )
         with self.session(), self._interruption:
             self._has_trained = True
@@ -440,7 +440,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if is_early and self._metric_tracker.should_stop_early():
             announce(
                 logger,
-                "Stopped early after epoch %d: 'patience' is %d epochs without a better %s.",
+                "Early stopping after epoch %d: %d epochs ('trainer.patience') without a better %s",
                 epoch,
                 self._metric_tracker._patience,
                 ", ".join(name for _, name in self._metric_tracker.tracked_metrics),
@@ -612,7 +612,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         )
         if num_passes > 0 and num_steps == self.engine.global_steps:
             raise RuntimeError(
-                f"{num_passes} batches of this epoch were forwarded for training, and the engine "
+                f"The model was called with {num_passes} batches of this epoch, but the engine "
                 f"made no step. {loss_scaling.HOW_TO_STEP}"
             )
 
@@ -681,8 +681,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if status.ranks_differ:
             raise RuntimeError(
                 f"In one of the last {interval.num_steps_since_log} steps the workers used "
-                "different parameters of the model, whose gradients DeepSpeed can't reduce as they "
-                'come. Write "distributed": {"ddp_accelerator": {"type": "torch", '
+                "different parameters of the model, whose gradients DeepSpeed can't reduce during "
+                'the backward pass. Write "distributed": {"ddp_accelerator": {"type": "torch", '
                 '"find_unused_parameters": true}, ...}.'
             )
         if status.has_changed_weights:
@@ -775,8 +775,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         missing = [name for name in parts if name not in state.trainer_state]
         if set(missing) - _OPTIONAL_PARTS - set(self._extensions.parts()):
             raise CheckpointError(
-                f"The checkpoint has nothing of 'trainer.{missing[0]}', which the training was "
-                "begun without: leave it out, or start anew with another serialization directory."
+                f"The checkpoint has no state for 'trainer.{missing[0]}', which the training "
+                "started without: remove the key, or start again in another serialization "
+                "directory."
             )
         num_epochs = state.trainer_state.get("num_epochs", self._num_epochs)
         for name, part in parts.items():
@@ -887,7 +888,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         closed automatically. It may be called again.
         """
         if self._ddp_wrapped_model.is_in_use:
-            raise RuntimeError("A trainer can't be closed in its own `train` or `session`.")
+            raise RuntimeError(
+                "`close` can't be called within the trainer's own `train` or `session`."
+            )
         self._ddp_wrapped_model.destroy()
 
     @contextmanager
@@ -1017,8 +1020,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def rescale_gradients(self) -> Optional[float]:
         """Raises an error. It is called by AllenNLP's loops, which can't step the optimizer."""
         raise RuntimeError(
-            "`rescale_gradients` is called by loops of AllenNLP's own, and only the engine can "
-            "clip, and make a step of, the 'deepspeed' trainer: use its `train`, and 'grad_norm'."
+            "`rescale_gradients` is for AllenNLP's own training loop; in the 'deepspeed' trainer "
+            "the engine clips and steps. Use the trainer's `train`, and 'trainer.grad_norm'."
         )
 
     # For reports

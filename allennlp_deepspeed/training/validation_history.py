@@ -70,7 +70,7 @@ class ValidationHistory:
         set_random_states(self._starts[self._epochs.index(epoch)])
         batches: Any = self._data_loader
         if self._shows_progress:
-            batches = Tqdm.tqdm(batches, desc="reading validation data again")
+            batches = Tqdm.tqdm(batches, desc="fast-forwarding validation data")
         for _ in batches:
             # The same ranks stop at the same batch as in AllenNLP's loop.
             if collectives.all_reduce_any(False, self._device):

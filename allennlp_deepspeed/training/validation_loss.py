@@ -81,8 +81,8 @@ class ValidationLoss:
         """
         if self._num_batches == 0:
             raise ConfigurationError(
-                "The validation had no batch, because a worker has no instance of "
-                "'validation_data_path': put more into it, use fewer workers, or leave out the key."
+                "There was no validation batch, because a worker has no instance of "
+                "'validation_data_path': add instances, use fewer workers, or remove the key."
             )
         if not averages_over_tokens(self._model):
             return validated

@@ -10,4 +10,4 @@ def test_a_type_trains_as_in_a_plain_loop() -> None:
 
 
 def test_a_type_is_refused_by_name() -> None:
-    assert "see the tokens that they are to predict" in try_type("cpmant", [3]).refusal
+    assert "isn't causal" in try_type("cpmant", [3]).refusal

@@ -146,4 +146,4 @@ def test_what_is_exported_says_how_to_attend_as_in_training(
 
     caplog.clear()
     export_huggingface(str(archive), str(tmp_path / "adapters"), adapters_only=True)
-    assert "has block-sparse attention" in caplog.text
+    assert "was trained with block-sparse attention" in caplog.text

@@ -119,7 +119,7 @@ def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path
     }
     config = classifier(TWO_WORKERS, changes)
     shown = check(tmp_path, config).check().output
-    assert "config.jsonnet can be trained with this DeepSpeed configuration:" in shown
+    assert "config.jsonnet is valid. Resolved DeepSpeed configuration:" in shown
     _, _, text = shown.partition("configuration:\n")
     resolved, end = json.JSONDecoder().raw_decode(text)
     # A batch of 6 instances for each of 2 workers, twice.

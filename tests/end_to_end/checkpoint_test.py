@@ -69,7 +69,7 @@ def recover(
     )
     if check:
         run.check()
-        assert f"Continuing from the checkpoint in {copy.serialization_dir / last}" in run.output
+        assert f"Loading checkpoint {copy.serialization_dir / last}" in run.output
     else:
         assert run.returncode != 0
         (directory / "output").write_text(run.output)

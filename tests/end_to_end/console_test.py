@@ -70,11 +70,11 @@ def test_it_begins_with_what_is_going_to_be_done(plain: Trained) -> None:
     )
     assert told["workers"] == "2 on the CPU"
     assert told["engine"] == "ZeRO stage 2, fp32"
-    assert told["parameters"] == "1,275 trained, 0 frozen"
+    assert told["parameters"] == "1,275 trainable, 0 frozen"
     assert told["batch"].endswith("6 × accumulation 1 × workers 2 = 12 instances a step")
     assert told["optimizer"] == "AdamOptimizer, learning rate 0.01, no schedule"
     assert told["gradients"].startswith("not clipped, reduced once a step")
-    assert told["saving"] == "memory  nothing offloaded, activations kept"
+    assert told["saving"] == "memory  no offload, no activation checkpointing"
     # As it is estimated: Adam has two numbers for each parameter beside the weights that it steps.
     estimate = allennlp("deepspeed", "estimate", plain.config, include_packages=[INCLUDED]).check()
     row = next(line.split() for line in estimate.output.splitlines() if line.startswith("  2 "))
@@ -99,7 +99,7 @@ def test_the_overview_names_schedule_clipping_and_autocast(tmp_path: Path) -> No
         environment=BY_DEFAULT,
         time_limit=TIME_LIMIT,
     ).check()
-    assert "SgdOptimizer, learning rate 0, which rises to 0.1, schedule Linear" in run.output
+    assert "SgdOptimizer, learning rate 0, warming up to 0.1, schedule Linear" in run.output
     assert "values clipped to ±0.5, reduced" in run.output
     assert "ZeRO stage 2, autocast to bfloat16" in run.output
 
@@ -115,7 +115,7 @@ def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path) -> None
     )
     assert run.returncode == 1 and not run.processes
     *_, before, empty, message, log = run.output.splitlines()
-    assert before.startswith("Reads the data.") and empty == ""
+    assert before.startswith("Reading data.") and empty == ""
     assert message == "ValueError: no such thing on disk"
     assert log == f"(Full traceback: {tmp_path / 'out' / 'out_worker1.log'})"
 
@@ -128,20 +128,20 @@ def test_each_epoch_is_compared_with_the_best_one_before(plain: Trained) -> None
     before, now = (m["validation_accuracy"] for m in metrics)
     row = rf"accuracy +{metrics[1]['training_accuracy']:.4g} +{now:.4g} +{before:.4g}"
     assert re.search(rf"{row} +{re.escape(f'{now - before:+.3g}')}\n", plain.run.output)
-    assert "Epoch 1/1 in " in plain.run.output and ", the best so far" in plain.run.output
+    assert "Epoch 1/1 in " in plain.run.output and ", best so far" in plain.run.output
     assert "memory_MB" not in plain.run.output
 
 
 def test_checkpoints_and_what_comes_next_are_told(plain: Trained) -> None:
     for name in ("checkpoint_e1_b0", "checkpoint_e2_b0"):
-        assert f"Saved {name}, " in plain.run.output
+        assert f"Saved checkpoint {name} (" in plain.run.output
     commands = [line.split()[1] for line in plain.run.output.splitlines()[-3:]]
     assert commands == ["evaluate", "predict", "deepspeed"]
     assert f"allennlp evaluate {plain.directory / 'model.tar.gz'} " in plain.run.output
 
 
 def test_a_warning_is_shown_once(plain: Trained) -> None:
-    warning = "Rank 0 finishes the epoch early"
+    warning = "Rank 0 ends the epoch early"
     assert plain.run.output.count(warning) == 1
     assert plain.logs.count(warning) == 2
     # What each training logs as a warning, and is none.
@@ -159,7 +159,12 @@ def test_the_log_files_have_everything(plain: Trained) -> None:
         "allennlp.models.archival - archiving weights",
     ):
         assert text in plain.logs and text not in plain.run.output
-    for text in ("2 on the CPU", "Saved checkpoint_e1_b0", "Epoch 1/1 in", "allennlp predict"):
+    for text in (
+        "2 on the CPU",
+        "Saved checkpoint checkpoint_e1_b0",
+        "Epoch 1/1 in",
+        "allennlp predict",
+    ):
         assert text in plain.logs and text in plain.run.output
     assert "allennlp.common.params" in (plain.directory / "out_worker1.log").read_text()
 
@@ -172,9 +177,9 @@ def test_more_epochs_can_be_trained_after_the_end(plain: Trained, tmp_path: Path
         *arguments(plain.config, directory, *more), environment=BY_DEFAULT, time_limit=TIME_LIMIT
     ).check()
     assert "trainer.num_epochs was 2 and is 3" in run.output
-    assert f"Continuing from the checkpoint in {directory / 'checkpoint_e2_b0'}" in run.output
-    assert "skipping to epoch 2 after 14 steps" in run.output
-    assert "Has come to step 0 of epoch 2 again" in run.output
+    assert f"Loading checkpoint {directory / 'checkpoint_e2_b0'}" in run.output
+    assert "Resuming: fast-forwarding data to epoch 2 (global step 14)" in run.output
+    assert "Resumed training at step 0 of epoch 2" in run.output
     assert "Epoch 2/2 in " in run.output and "best before" in run.output
     assert (directory / "metrics_epoch_2.json").exists()
     lines = list(metrics_file.read(str(directory / "metrics.jsonl")))
@@ -252,7 +257,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     root = tmp_path_factory.mktemp("terminal")
     config = write_config(root / "config.json", {"trainer.num_epochs": 500})
     terminal = Terminal(*arguments(config, root / "out"))
-    terminal.wait_until_it_prints("Saved checkpoint_e1_b0")
+    terminal.wait_until_it_prints("Saved checkpoint checkpoint_e1_b0")
     terminal.press_ctrl_c()
     run = terminal.end()
     assert not run.processes and not run.timed_out
@@ -276,5 +281,5 @@ def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(interrupted: I
     assert "SIGINT received: leaving " in printed
     for text in ("Traceback", "KeyboardInterrupt", "KeyError"):
         assert text not in printed, printed
-    assert re.match(r"\r?The newest checkpoint is checkpoint_e\d+_b\d+\. To continue", last), last
-    assert last.endswith("start it as before, with --recover and without --force")
+    assert re.match(r"\r?Newest checkpoint: checkpoint_e\d+_b\d+\. To resume", last), last
+    assert last.endswith("run the same command with --recover and without --force")

@@ -30,7 +30,7 @@ def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path):
     model = {"model.type": "independent_tagger", "model.rank": 0}
     run = train(deepspeed(load_config("tagger", WORKERS, model), 3), tmp_path)
     assert run.returncode != 0
-    assert "On rank 0 the loss depends on no parameter that is trained" in run.output
+    assert "On rank 0 the loss doesn't depend on any trainable parameter" in run.output
     assert "SIGABRT" not in run.output
 
 

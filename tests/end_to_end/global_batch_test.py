@@ -131,7 +131,9 @@ def test_what_was_found_is_taken_over_by_a_recovered_run(
         (result.serialization_dir / "out_worker0.log").read_text()
         for result in (uninterrupted, recovered)
     )
-    assert re.findall(f"{size}, as before", then) == re.findall(f"{size} from here on", first)
+    assert re.findall("Resumed: the micro-batch size is (\\d+)", then) == re.findall(
+        f"{size} from now on", first
+    )
     # AllenNLP appends to the file.
     assert then.count("Micro-batch ") == 1
 

@@ -255,7 +255,7 @@ class TestAuto:
 def found(result: Result) -> List[str]:
     """The chunk sizes that are in the log."""
     log = (result.serialization_dir / "out_worker0.log").read_text()
-    return re.findall(r"'grad_cache.chunk_size' is (\d+) from here on", log)
+    return re.findall(r"'grad_cache.chunk_size' is (\d+) from now on", log)
 
 
 @pytest.mark.parametrize(
@@ -263,13 +263,13 @@ def found(result: Result) -> List[str]:
     [
         pytest.param(
             {"trainer.grad_cache": {"chunk_size": {"query": 4, "documents": 4}}},
-            "'trainer.grad_cache.chunk_size.documents' is no argument of `encode` of BiEncoder, "
+            "'trainer.grad_cache.chunk_size.documents' isn't an argument of `encode` of BiEncoder, "
             "which has query, document, negatives",
             id="unknown encoder",
         ),
         pytest.param(
             {"trainer.grad_cache": {"chunk_size": {"query": 4}}},
-            "'trainer.grad_cache.chunk_size' has no 'document', which is in the data",
+            "'trainer.grad_cache.chunk_size' has no 'document', which the data has",
             id="encoder without a chunk size",
         ),
         pytest.param(
@@ -282,7 +282,7 @@ def found(result: Result) -> List[str]:
         ),
         pytest.param(
             {"model.type": "normalizing_bi_encoder"},
-            "can't be used with BatchNorm1d ('norm'), whose statistics would be those of a chunk",
+            "can't be used with BatchNorm1d ('norm'), which would compute statistics over a chunk",
             id="batch normalization",
         ),
         pytest.param(

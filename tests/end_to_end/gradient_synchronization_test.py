@@ -192,8 +192,8 @@ class TestAuto:
         log = (result.serialization_dir / "out_worker0.log").read_text()
         when = "once an optimizer step" if same_as == "step" else "with each micro-batch"
         assert (
-            f"Gradients are reduced {when} from here on: accumulated locally they take {whole} "
-            f"bytes, the first step has left {free} bytes free"
+            f"Gradients are reduced {when} from now on: accumulated locally they need {whole} "
+            f'bytes, and "auto" uses up to half of the {free} bytes that are free'
         ) in log
 
     def test_goes_on_after_recovery_as_before(self, experiments: Experiments, tmp_path):

@@ -85,7 +85,7 @@ def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experi
     assert gathered == [MODEL_BYTES, 2 * MODEL_BYTES]
     assert bytes_of[0]["reduce_scatter"] == bytes_of[1]["reduce_scatter"]
     log = (result.serialization_dir / "out_worker0.log").read_text()
-    assert "Parameters stay gathered until each step ends from here on" in log
+    assert "Parameters stay gathered until each step ends from now on" in log
     assert result.metrics_of_epochs() == gathered_again.metrics_of_epochs()
     assert_same_weights(result.weights(), gathered_again.weights(), tolerance=0)
 

@@ -98,7 +98,7 @@ def test_torchrun_starts_again_what_has_been_killed(
     run = launched.run([*torchrun, *train(config, tmp_path)])
     assert run.returncode == 0, run.stdout + launched.output()
     output = launched.output()
-    assert "has a training in it, which is continued" in output
+    assert "Resuming the training in " in output
     expected, result = experiments.run(CONFIG), Result(tmp_path / "out")
     assert result.epochs() == expected.epochs()
     assert_same_weights(result.weights(), expected.weights(), tolerance=0)
@@ -114,9 +114,9 @@ def test_an_interrupted_launch_says_how_to_continue(
     environment = {"ALLENNLP_LOG_LEVEL": ""}
     run = launched.run([*torchrun, *train(config, tmp_path, "--force")], environment=environment)
     assert run.returncode != 0
-    how = "start it as before, with --recover and without --force"
-    (line,) = [line for line in launched.output().splitlines() if "The newest checkpoint" in line]
-    assert line.endswith(f"To continue from it: {how}")
+    how = "run the same command with --recover and without --force"
+    (line,) = [line for line in launched.output().splitlines() if "Newest checkpoint" in line]
+    assert line.endswith(f"To resume, {how}")
 
 
 def test_a_failure_ends_all_of_a_launchers_processes(
@@ -139,9 +139,9 @@ def test_resume_starts_and_continues_by_one_command(
     shutil.copytree(experiments.run(CONFIG).serialization_dir / "vocabulary", out / "vocabulary")
     (out / "config.json").write_text("{}")
     run = allennlp(*arguments).check()
-    assert "a start in it that hadn't come to a checkpoint" in run.output
+    assert "Removed an earlier start without a checkpoint" in run.output
     shutil.rmtree(out / "checkpoint_e2_b0")
     (out / "model.tar.gz").unlink()
     run = allennlp(*arguments, "--recover").check()
-    assert f"Continuing from the checkpoint in {out / 'checkpoint_e1_b0'}" in run.output
+    assert f"Loading checkpoint {out / 'checkpoint_e1_b0'}" in run.output
     assert_same_weights(Result(out).weights(), experiments.run(CONFIG).weights(), tolerance=0)

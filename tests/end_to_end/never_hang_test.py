@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_ends_all_with_their_data_loaders(tmp_path: Path):
         {"data_loader": {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}},
     )
     message = fails(config, tmp_path)
-    assert re.search("Rank 1 on .* was ended by SIGKILL from outside: most often", message)
+    assert re.search("Rank 1 on .* was killed by SIGKILL from outside, most often", message)
 
 
 TRAINING = "step 3 of epoch 1"
@@ -238,9 +238,7 @@ def test_a_preempted_run_ends_as_an_uninterrupted_one(
     assert (result.serialization_dir / checkpoint).is_dir()
     result.archive.unlink()
     run = train(preempted, tmp_path, "--recover", environment={"NO_SIGNALS": "1"}).check()
-    assert (
-        f"Continuing from the checkpoint in {result.serialization_dir / checkpoint}" in run.output
-    )
+    assert f"Loading checkpoint {result.serialization_dir / checkpoint}" in run.output
     assert_ends_alike(result, experiments.run(uninterrupted))
 
 

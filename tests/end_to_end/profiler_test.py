@@ -60,7 +60,7 @@ def test_a_recording_goes_on_over_epochs_and_says_what_it_lacks(experiments: Exp
     steps = [event for event in events if event.get("name") == "allennlp_deepspeed: optimizer"]
     assert len(steps) == 3
     log = (result.serialization_dir / "out_worker0.log").read_text()
-    assert "was to record step 100, but the training has ended after 14." in log
+    assert "did not record step 100, because training ended after step 14." in log
 
 
 def test_the_callback_needs_the_deepspeed_trainer(tmp_path: Path):

@@ -71,7 +71,7 @@ def recover(result: Result, directory: Path, config: Config, last: str = LAST) -
         include_packages=("allennlp_deepspeed", INCLUDED),
         time_limit=90,
     ).check()
-    is_resharded = "Resharding the checkpoint of" in run.output
+    is_resharded = "Resharding checkpoint from" in run.output
     assert is_resharded == (config["trainer"]["deepspeed_config"]["zero_optimization"]["stage"] > 0)
     return copy
 

@@ -46,9 +46,9 @@ KILL = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 1}
 def test_a_killed_worker_is_replaced(experiments: Experiments, tmp_path: Path, stage: int):
     kill = {**KILL, "point": "step 3 of epoch 1", "after": "checkpoint_e1_b0"}
     run = train(config(stage, 3, kill), tmp_path).check()
-    assert "Rank 1 on " in run.output and "was ended by SIGKILL" in run.output
+    assert "Rank 1 on " in run.output and "was killed by SIGKILL" in run.output
     assert "Restarts left after this one: 2" in run.output
-    assert f"Continuing from the checkpoint in {tmp_path}/out/checkpoint_e1_b0" in run.output
+    assert f"Loading checkpoint {tmp_path}/out/checkpoint_e1_b0" in run.output
     expected = experiments.run(config(stage, 0))
     result = Result(tmp_path / "out")
     assert_same_weights(result.weights(), expected.weights(), tolerance=0)
@@ -70,7 +70,7 @@ def test_a_step_that_fails_twice_ends_the_training(tmp_path: Path):
     run = train(config(2, 3, fail), tmp_path)
     assert run.returncode == 1
     assert "Restarts left after this one: 2" in run.output
-    assert "has failed twice, and isn't tried again" in run.output
+    assert "failed twice, so the workers are not restarted" in run.output
     assert "Restarts left after this one: 1" not in run.output
     assert f"{MESSAGE} in step 3" in run.output[run.output.rindex("\nRank 1 on ") :]
 

@@ -208,7 +208,7 @@ def test_workers_that_share_sequences_must_have_the_same_batches(tokenizer: str)
         return str(error.value)
 
     assert all(
-        message.startswith("Ranks 2 to 3 share sequences, but had different batches")
+        message.startswith("Ranks 2 to 3 share sequences, but read different batches")
         for message in run_workers(4, work)
     )
 

@@ -53,7 +53,7 @@ def test_a_second_training_is_refused_and_the_first_not_harmed(
     for flag in ("--recover", "--force"):
         second = allennlp("train", path, "-s", out, flag, include_packages=NAMES)
         assert second.returncode == 1 and "Traceback" not in second.output
-        assert f"Another training writes into {out}: process " in second.output
+        assert f"Another training writes to {out}: process " in second.output
         assert f" on {socket.gethostname()}" in second.output
         assert before <= {name.name for name in out.iterdir()}
     assert first.is_running

@@ -143,4 +143,4 @@ def test_callbacks_of_allennlp_do_what_they_do(experiments: Experiments) -> None
 def test_a_callback_that_scales_losses_is_refused(tmp_path: Path) -> None:
     callback = {"trainer.callbacks": ["mixed_precision_backward"]}
     config = deepspeed(load_config("tagger", ONE_PROCESS, callback), 2)
-    assert "leave it out, and write 'trainer.use_amp'" in refusal(config, tmp_path)
+    assert "remove it, and write 'trainer.use_amp'" in refusal(config, tmp_path)

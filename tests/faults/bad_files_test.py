@@ -165,9 +165,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(
         result,
         run,
         str(path),
-        "Put the files back",
-        f"continue from {older}, which is intact",
-        '"checkpointer": {"on_corrupt": "previous"}',
+        "Restore the files",
+        f"resume from {older}, which is intact",
+        '"on_corrupt": "previous"',
     )
     assert is_whole(older)
     assert before == {path: path.read_bytes() for path in newest.rglob("*") if path.is_file()}
@@ -193,8 +193,8 @@ def test_without_an_older_checkpoint_none_is_offered(experiments: Experiments, t
         result,
         run,
         f"{path} is missing",
-        "There is no other checkpoint that is intact",
-        "start anew with another serialization directory",
+        "No other checkpoint is intact",
+        "start again in another serialization directory",
     )
     assert (result.serialization_dir / NEWEST).is_dir()
 
@@ -213,8 +213,8 @@ def _link_outside(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (_add_a_shard, "zero_pp_rank_2_mp_rank_00_optim_states.pt is not of this checkpoint"),
-        (_link_outside, "training_state_w0.th is outside of the checkpoint"),
+        (_add_a_shard, "zero_pp_rank_2_mp_rank_00_optim_states.pt belongs to another checkpoint"),
+        (_link_outside, "training_state_w0.th is outside the checkpoint"),
     ],
 )
 def test_files_of_other_checkpoints_are_refused(
@@ -224,13 +224,13 @@ def test_files_of_other_checkpoints_are_refused(
     result = interrupted(experiments.run(config), tmp_path)
     change(result.serialization_dir / NEWEST)
     run = recover(result, config)
-    assert_refused(result, run, message, f"continue from {result.serialization_dir / OLDER}")
+    assert_refused(result, run, message, f"resume from {result.serialization_dir / OLDER}")
 
 
 @pytest.mark.parametrize(
     "stage, changes, messages",
     [
-        (3, {}, ["was written at ZeRO stage 2, and this is stage 3", 'Write "stage": 2']),
+        (3, {}, ["was written at ZeRO stage 2, but the config has stage 3", 'Write "stage": 2']),
         (
             2,
             {"model.encoder.hidden_size": 9},
@@ -239,7 +239,7 @@ def test_files_of_other_checkpoints_are_refused(
         (
             2,
             {"model.encoder.num_layers": 1},
-            ["is of another model: ", "instead of not there", "Write the model that it was"],
+            ["is of another model: ", "instead of not there", "Use the model of the checkpoint"],
         ),
     ],
 )

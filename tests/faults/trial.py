@@ -187,7 +187,7 @@ def run_trial(reference: Reference, kills: Sequence[Kill], directory: Path) -> O
         hangs += run.timed_out + len(run.processes)
         # Older checkpoints that stay are none of a training's faults, and after its last one it
         # writes nothing more to the disk that is full.
-        is_only_told = kill.error is not None and "Older checkpoints could not be" in run.output
+        is_only_told = kill.error is not None and "Could not remove older checkpoints" in run.output
         if run.returncode == 0 and not is_only_told:
             outcome.failures.append(f"The run did not end at {kill}")
         if kill.error is not None and os.strerror(getattr(errno, kill.error)) not in run.output:

@@ -49,7 +49,7 @@ def test_a_worker_that_is_killed_is_noticed_on_all_hosts(two_hosts: Hosts, tmp_p
     first, second = wait_for_all(start(two_hosts, tmp_path, config), TIME_LIMIT)
     assert "Rank 0 on host-0 failed:" in message(first)
     assert "This rank lost the connection to another rank" in message(first)
-    assert "Rank 1 on host-1 was ended by SIGKILL" in message(second)
+    assert "Rank 1 on host-1 was killed by SIGKILL" in message(second)
 
 
 def kill(hosts: Hosts, commands: List[Command]) -> None:

@@ -130,5 +130,5 @@ def test_srun_starts_one_process_on_each_host_and_fewer_continue(
     shutil.rmtree(directory / "checkpoint_e2_b0")
     (directory / "model.tar.gz").unlink()
     (output,) = srun(two_hosts.hosts[:1])
-    assert "Resharding the checkpoint of 4 workers for 2" in output
+    assert "Resharding checkpoint from world size 4 to 2" in output
     assert Result(directory).archive.exists()

@@ -102,7 +102,7 @@ def test_each_host_continues_with_its_own_files(train: Callable[[int], Training]
     (newest.with_suffix(".unfinished") / "commit.json").write_text("{")
     runs = training.recover(training.directories)
     training.check_same_end(runs, training.directories)
-    assert f"{training.checkpoint(0)} is there for ranks 0, 1 on host-0" in runs[0].output
+    assert f"{training.checkpoint(0)} exists for ranks 0, 1 on host-0" in runs[0].output
     assert "ranks 2, 3 on host-1 have not. Continuing from" in runs[0].output
 
 
@@ -120,7 +120,7 @@ def test_what_one_host_has_committed_when_the_other_died_is_continued_from(
     training.config["trainer"]["resume"] = "auto"
     runs = training.recover(training.directories)
     training.check_same_end(runs, training.directories)
-    assert f"Committing {unfinished}, as other nodes have" in runs[1].output
+    assert f"Committing {unfinished}, which other nodes have committed" in runs[1].output
 
 
 def test_parts_are_gathered_and_continued_from_on_one_host(
@@ -181,7 +181,7 @@ def test_without_the_files_of_a_host_it_is_said_whose_are_missing(
         shutil.rmtree(checkpoint)
     check_refused(
         training.recover(training.directories),
-        f"{NEWEST} is there for ranks 0, 1 on host-0, and ranks 2, 3 on host-1 have not",
+        f"{NEWEST} exists for ranks 0, 1 on host-0, and ranks 2, 3 on host-1 have not",
     )
 
 

@@ -39,7 +39,7 @@ def test_a_killed_worker_is_replaced_on_all_hosts(
         (directory / "config.json").write_text("of a former training")
     config = {**CONFIG, "trainer": trainer, "distributed": distributed}
     runs = [run.check() for run in two_hosts.train(config, [directory, directory], *flags)]
-    assert "Rank 3 on host-1 was ended by SIGKILL" in runs[1].output
+    assert "Rank 3 on host-1 was killed by SIGKILL" in runs[1].output
     assert "Restarts left after this one: 0" in runs[1].output
     expected = experiments.run(on_one_host(CONFIG))
     assert_same_weights(Result(directory).weights(), expected.weights(), tolerance=0)

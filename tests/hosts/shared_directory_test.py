@@ -43,6 +43,6 @@ def test_one_host_makes_the_directory_and_all_continue_in_it(
         shutil.rmtree(shared.serialization_dir / newer, ignore_errors=True)
     for run in two_hosts.train(config, directories, "--recover"):
         run.check()
-        assert f"Continuing from the checkpoint in {directories[0]}/checkpoint_e1_b2" in run.output
+        assert f"Loading checkpoint {directories[0]}/checkpoint_e1_b2" in run.output
     assert_same_weights(shared.weights(), expected.weights(), tolerance=0)
     assert_same_metrics(shared.metrics_of_epochs(), expected.metrics_of_epochs(), tolerance=0)

@@ -82,12 +82,12 @@ def test_a_step_of_another_size_is_warned_of(tmp_path: Path) -> None:
     def continued(world_size: int, num_epochs: int, accumulation: int = 1) -> Optional[str]:
         kwargs = {"checkpointer": checkpointer(tmp_path)}
         shown = train(tmp_path, world_size, num_epochs, accumulation, **kwargs)
-        lines = [line for line in shown.splitlines() if "An optimizer step has" in line]
+        lines = [line for line in shown.splitlines() if "The global batch size is" in line]
         return lines[0] if lines else None
 
     assert continued(2, num_epochs=1) is None
     line = continued(1, num_epochs=2)
-    assert line is not None and " 1 instances now, and had 2 before" in line
+    assert line is not None and " 1 now, and was 2 before" in line
     assert continued(1, num_epochs=3) is None
     assert continued(2, num_epochs=4) is not None
     assert continued(1, num_epochs=5, accumulation=2) is None

@@ -223,4 +223,4 @@ def test_a_validation_without_data_is_an_error(world_size: int):
         validation_data_loader=numbers(0, max_instances_in_memory=2),
     )
     for message in side.on_all_ranks(error_of_training):
-        assert message.startswith("ConfigurationError: The validation had no batch")
+        assert message.startswith("ConfigurationError: There was no validation batch")

@@ -381,7 +381,7 @@ class Unknown(Model):
 @pytest.mark.parametrize(
     "refused, callbacks, message",
     [
-        (Unknown, [], "nothing says over what the loss of a Unknown is a mean"),
+        (Unknown, [], "it is unknown what the loss of Unknown is averaged over"),
         (Normalizing, [], r"can't be used with BatchNorm1d \('normalization'\)"),
         (MeanOverTokens, [GoesBackward("")], "callback GoesBackward has 'on_backward', but with"),
     ],
@@ -404,5 +404,5 @@ def test_batches_without_a_fixed_size_are_refused(model: Model, tmp_path: Path) 
 def test_an_input_that_is_of_the_whole_batch_is_refused(model: Model, tmp_path: Path) -> None:
     batches = [{**batch, "prototypes": torch.zeros(3, 2)} for batch in global_batches()]
     trainer: Any = in_one_process(model, batches).construct(0, tmp_path)
-    with pytest.raises(ConfigurationError, match="input 'prototypes' of the model has no row"):
+    with pytest.raises(ConfigurationError, match="input 'prototypes' of the model can't be split"):
         trainer.train()

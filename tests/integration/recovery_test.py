@@ -179,6 +179,6 @@ def test_a_foreign_file_is_named_and_no_code_in_it_is_run(
         command(directory)
     text = "".join(traceback.format_exception(error.value))
     # Recovery gives the best weights their place in the serialization directory.
-    assert f"{directory / name if name == 'best.th' else path} is not a file that" in text
+    assert f"{directory / name if name == 'best.th' else path} was not written by" in text
     assert "--recover" in text and "weights_only" not in text
     assert not evidence.exists()

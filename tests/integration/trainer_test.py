@@ -327,6 +327,6 @@ def test_a_moving_average_is_not_added_to_a_training_that_goes_on(tmp_path: Path
         checkpointer=DeepSpeedCheckpointer(tmp_path),
         moving_average=ExponentialMovingAverage(again.model.named_parameters()),
     )
-    with pytest.raises(ConfigurationError, match="has nothing of 'trainer.moving_average'"):
+    with pytest.raises(ConfigurationError, match="has no state for 'trainer.moving_average'"):
         trainer.train()
     assert not dist.is_initialized()

@@ -169,18 +169,18 @@ def test_rotary_embeddings_of_any_length(rope_type: str) -> None:
     "model, size, expected",
     [
         (tiny("opt"), 2, "of the model type 'opt'"),
-        (tiny("llama"), 3, "has 4 heads, and 2 for keys and values"),
+        (tiny("llama"), 3, "attention heads, 4, and of key-value heads, 2"),
         (tiny("llama", attn_implementation="eager"), 2, "attn_implementation is 'eager'"),
         (
             tiny("qwen3", layer_types=["full_attention", "chunked_attention"]),
             2,
             "has layers of chunked_attention",
         ),
-        (tiny("llama", rope_parameters=DYNAMIC), 2, "in the model's rope_parameters is 'dynamic'"),
+        (tiny("llama", rope_parameters=DYNAMIC), 2, "rope_type 'dynamic'"),
         (
             tiny("phi3", original_max_position_embeddings=8, rope_scaling=LONGROPE),
             2,
-            "in the model's rope_parameters is 'longrope'",
+            "rope_type 'longrope'",
         ),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_report_takes_nothing_from_the_environment(
     step = {"kind": "step", "time": 1.0, "step": 1, "epoch": 0}
     (tmp_path / FILE_NAME).write_text(json.dumps(step) + "\n")
     (tmp_path / "config.json").write_text('{"model": {"type": std.extVar("HF_TOKEN")}}')
-    with pytest.raises(ConfigurationError, match="config.json is not JSON"):
+    with pytest.raises(ConfigurationError, match="config.json is not valid JSON"):
         Run(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert Run(str(tmp_path)).config == CONFIG

@@ -160,8 +160,11 @@ def test_compiled_flex_attention_gives_the_same():
             "global_block_end_indices must have a larger number for each",
         ),
         ({"mode": "sliding_window"}, "'attention.window' is missing"),
-        ({"mode": "fixed", "kernel": "blocks"}, "'attention.kernel' is no longer a key"),
-        ({"mode": "fixed", "dropout": 0.1}, "'attention.dropout': flex_attention has no dropout"),
+        ({"mode": "fixed", "kernel": "blocks"}, "'attention.kernel' no longer exists"),
+        (
+            {"mode": "fixed", "dropout": 0.1},
+            "'attention.dropout': flex_attention doesn't support dropout",
+        ),
     ],
 )
 def test_what_is_no_section_is_refused(section: Dict[str, Any], message: str):

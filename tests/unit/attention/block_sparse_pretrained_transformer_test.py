@@ -160,4 +160,4 @@ def test_a_model_that_is_not_tested_is_refused(tmp_path: Path, bert: str) -> Non
 
 def test_a_bidirectional_layout_of_a_causal_model_is_refused(tmp_path: Path, bert: str) -> None:
     model_name = write_model("llama", tmp_path / "llama", bert)
-    assert "attends to the left only" in refused(model_name, section("bert"))
+    assert "is causal" in refused(model_name, section("bert"))

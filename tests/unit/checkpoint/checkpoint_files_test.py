@@ -232,7 +232,7 @@ def test_a_recorded_name_that_leads_outside_is_not_read(tmp_path: Path):
     (tmp_path / "secret").write_text("x")
     record = checkpoint_record(files={"../secret": FileRecord.from_file(str(tmp_path / "secret"))})
     (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(CheckpointError, match="is outside of the checkpoint"):
+    with pytest.raises(CheckpointError, match="is outside the checkpoint"):
         record.verify(str(tmp_path / "checkpoint"))
 
 
@@ -423,7 +423,7 @@ def test_a_foreign_file_is_named_with_what_to_do(tmp_path: Path, write: Any, mma
         with pytest.raises(CheckpointError) as error:
             serialization.load(str(path), mmap=mmap)
         text = "".join(traceback.format_exception(error.value))
-        assert f"{path} is not a file that this package has written" in text
+        assert f"{path} was not written by this package" in text
         assert advice in text and "weights_only" not in text
         assert not evidence.exists()
 

@@ -82,7 +82,7 @@ def test_a_text_is_embedded_on_its_side(side: str, inputs: Dict[str, str], embed
 
 @pytest.mark.parametrize("inputs", [{}, {"text": 3}, {"query": ""}, {"document": None}])
 def test_an_input_without_a_text_is_refused(inputs: Dict[str, Any]):
-    with pytest.raises(ConfigurationError, match='Give an object such as {".*": "some text"}'):
+    with pytest.raises(ConfigurationError, match='pass an object such as {".*": "some text"}'):
         embedder().predict_json(inputs)
 
 

@@ -167,11 +167,11 @@ def test_loader_processes_of_distributed_workers_read_each_pair_once(tmp_path: P
 
 
 ERRORS = {
-    "missing key": ('{"query": "a"}', "'query' and 'document'. There is no 'document'"),
-    "number": ('{"query": "a", "document": 3}', "'document' to be a string .* and not 3"),
+    "missing key": ('{"query": "a"}', "'query' and 'document', but 'document' is missing"),
+    "number": ('{"query": "a", "document": 3}', "'document' to be a non-empty string, but got 3"),
     "negative": (
         '{"query": "a", "document": "b", "negatives": [1]}',
-        "each of 'negatives' to be a string",
+        "each of 'negatives' to be a non-empty string",
     ),
     "id": (
         '{"query": "a", "document": "b", "query_id": 1.5}',
@@ -179,9 +179,9 @@ ERRORS = {
     ),
     "an id": (
         '{"query": "a", "document": "b", "negatives": ["c"], "negative_ids": [null]}',
-        r"as many 'negative_ids' as 'negatives', 1, and not \[None\]",
+        r"1 'negative_ids', one for each of 'negatives', but got \[None\]",
     ),
-    "list": ('["a", "b"]', "Expected a JSON object, and not"),
+    "list": ('["a", "b"]', "Expected a JSON object, but got"),
     "invalid": ('{"query": "a', "Expected a JSON object in one line: Unterminated string"),
 }
 
@@ -198,9 +198,9 @@ def test_a_bad_line_of_json_is_named(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b"only a query", "There is no tab"),
-        (b"query\t \tnegative", "the document, the second column, to be a string"),
-        (b"\xff\tdocument", "This isn't UTF-8"),
+        (b"only a query", "found no tab"),
+        (b"query\t \tnegative", "the document, the second column, to be a non-empty string"),
+        (b"\xff\tdocument", "Expected UTF-8"),
     ],
 )
 def test_a_bad_line_of_tsv_is_named(line: bytes, message: str, tmp_path: Path):

@@ -69,10 +69,10 @@ def gradients(model: GPT2LMHeadModel, ids: torch.Tensor) -> List[torch.Tensor]:
 @pytest.mark.parametrize(
     "mlp, pattern, expected",
     [
-        (feed_forward(), "ffn", "has 'ffn', but the name of no module matches it"),
+        (feed_forward(), "ffn", "has 'ffn', which matches the name of no module"),
         (feed_forward(torch.nn.Dropout(0.1)), "mlp$", "mlp.2 is dropout"),
-        (Mixing(), "mlp$", "computes positions together otherwise"),
-        (torch.nn.GRU(4, 4), "mlp$", "computes positions together otherwise"),
+        (Mixing(), "mlp$", "whose output depends on other positions"),
+        (torch.nn.GRU(4, 4), "mlp$", "whose output depends on other positions"),
         (torch.nn.Bilinear(4, 4, 4), "mlp$", "takes more than one tensor"),
     ],
 )

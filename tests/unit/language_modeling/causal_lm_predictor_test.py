@@ -89,7 +89,10 @@ def test_what_is_drawn_depends_on_the_seed_alone(learnt: Dict[str, Any]) -> None
     [
         ({"max_new_tokens": 0}, "'max_new_tokens' of the predictor is 0"),
         ({"temperature": 0.5}, 'write "sample": true'),
-        ({"stop": ["xyz", "<user> a"]}, 'has "<user> a", with the special token "<user>" beside'),
+        (
+            {"stop": ["xyz", "<user> a"]},
+            'has "<user> a", which contains the special token "<user>"',
+        ),
         ({"sample": True, "temperature": 0.0}, "'temperature' of the predictor is 0.0"),
     ],
 )
@@ -100,7 +103,7 @@ def test_wrong_keys_are_refused(learnt: Any, arguments: Any, message: str) -> No
 
 @pytest.mark.parametrize(
     "inputs, message",
-    [({"question": "a"}, "Expected .*prompt"), ({"prompt": ""}, "There is no token in")],
+    [({"question": "a"}, "Expected .*prompt"), ({"prompt": ""}, "has no token to continue from")],
 )
 def test_wrong_inputs_are_refused(learnt: Any, inputs: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -97,7 +97,7 @@ def test_the_end_of_a_text_is_there_once(tmp_path: Path, tokenizer: str) -> None
 def test_a_template_that_changes_earlier_messages_is_refused(tmp_path: Path, tokenizer: str):
     reader = CausalLMReader(tokenizer, loss_on="responses")
     reader.tokenizer.chat_template = "{{ messages[-1].content }}"
-    with pytest.raises(ConfigurationError, match="changes messages when others follow"):
+    with pytest.raises(ConfigurationError, match="renders messages differently when others follow"):
         list(reader.read(write(tmp_path, {"messages": MESSAGES})))
 
 
@@ -122,10 +122,10 @@ def test_it_is_said_once_a_file_what_is_cut(
             "name1 name2 noun1",
         ]
     (message,) = [r.message for r in caplog.records if "max_length" in r.message]
-    assert "Of the 3 examples" in message and "2 are longer than 'max_length', 3" in message
+    assert "Of the 3 examples" in message and "2 were truncated to 'max_length', 3" in message
     caplog.clear()
     list(CausalLMReader(tokenizer, max_length=2, loss_on="responses").read(path))
-    assert "of these 2 have nothing left that is to be predicted" in caplog.text
+    assert "2 of these have no tokens with a loss left" in caplog.text
 
 
 def test_a_file_of_which_nothing_is_predicted_is_refused(tmp_path: Path, tokenizer: str) -> None:
@@ -179,8 +179,8 @@ def test_workers_share_what_one_process_reads(
     [
         ({"loss_on": "response"}, "'loss_on' of the reader is 'response'"),
         ({"max_length": 1}, "'max_length' of the reader is 1"),
-        pytest.param({"pack": True}, "'pack' of the reader is true, but 'max_length' isn't given"),
-        ({"tokenizer": "/nowhere"}, "There is no tokenizer at '/nowhere'"),
+        pytest.param({"pack": True}, "'pack' of the reader is true, but 'max_length' is unset"),
+        ({"tokenizer": "/nowhere"}, "can't load a tokenizer from '/nowhere'"),
     ],
 )
 def test_wrong_keys_are_refused(tokenizer: str, arguments: Dict[str, Any], message: str) -> None:
@@ -232,5 +232,5 @@ def test_an_archive_has_one_tokenizer(tmp_path: Path, tokenizer: str) -> None:
     reader.tokenizer.eos_token = "<pad>"
     reader.tokenizer.save_pretrained(other)
     reader.tokenizer.eos_token = "<eos>"
-    with pytest.raises(ConfigurationError, match="'model.tokenizer' is .* isn't the reader's"):
+    with pytest.raises(ConfigurationError, match="'model.tokenizer' is .*, but the reader's"):
         model(tmp_path, tokenizer=str(other))

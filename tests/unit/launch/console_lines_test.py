@@ -59,9 +59,9 @@ def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
 @pytest.mark.parametrize(
     "command, trainer, how",
     [
-        ("/bin/allennlp", {}, "start it as before, with --recover and without --force"),
-        ("/bin/allennlp", {"resume": "auto"}, "start it as before"),
-        ("script.py", {}, "start it as before, with --recover and without --force"),
+        ("/bin/allennlp", {}, "run the same command with --recover and without --force"),
+        ("/bin/allennlp", {"resume": "auto"}, "run the same command"),
+        ("script.py", {}, "run the same command with --recover and without --force"),
     ],
 )
 def test_an_interrupted_training_says_how_to_continue(
@@ -80,7 +80,7 @@ def test_an_interrupted_training_says_how_to_continue(
     with pytest.raises(raised), print_how_to_resume(given):
         raise KeyboardInterrupt
     assert capsys.readouterr() == (
-        f"The newest checkpoint is checkpoint_e1_b4. To continue from it: {how}\n",
+        f"Newest checkpoint: checkpoint_e1_b4. To resume, {how}\n",
         "",
     )
 
@@ -93,7 +93,7 @@ def test_an_elastic_node_without_a_checkpoint_may_take_part_again(
     given["params"]["distributed"] = {"cuda_devices": [-1], "num_nodes": 2, "min_nodes": 1}
     with pytest.raises(SystemExit), print_how_to_resume(given):
         raise KeyboardInterrupt
-    assert "start it as before if other nodes are training" in capsys.readouterr().out
+    assert "run the same command if other nodes are training" in capsys.readouterr().out
 
 
 def test_what_cannot_be_said_leaves_the_end_as_it_is(

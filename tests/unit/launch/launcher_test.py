@@ -136,16 +136,16 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
 @pytest.mark.parametrize(
     "environment, message",
     [
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but doesn't say which of the processes"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2, but doesn't say"),
-        ({**TORCHRUN, "RANK": "three"}, "RANK is 'three', but has to be a number"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5,3"}, "is '5,3', but has to be a number"),
-        ({**TORCHRUN, "RANK": "8", "LOCAL_RANK": "0"}, "is rank 8 .* Ranks have to be from 0 to 3"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "number 1 of 0 on its node"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but not the rank of this process"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2, but not the rank"),
+        ({**TORCHRUN, "RANK": "three"}, "RANK is 'three', but must be a number"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5,3"}, "is '5,3', but must be a number"),
+        ({**TORCHRUN, "RANK": "8", "LOCAL_RANK": "0"}, "is rank 8 .* Ranks must be from 0 to 3"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "local rank 1 of 0"),
         ({**SRUN, "SLURM_LOCALID": "2"}, "in the order of the nodes"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "write MASTER_ADDR"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "set MASTER_ADDR"),
         # Which is srun's, and of no step of mpirun's.
-        ({**SRUN, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "write MASTER_ADDR"),
+        ({**SRUN, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "set MASTER_ADDR"),
         # A task of each node has started four processes, and LOCAL_WORLD_SIZE isn't written.
         ({**ONE_TASK, "RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8"}, "has WORLD_SIZE=8, but"),
         ({**SRUN, "WORLD_SIZE": "1"}, "has WORLD_SIZE=1, but"),
@@ -203,15 +203,19 @@ def test_where_to_meet_may_be_in_the_config() -> None:
 @pytest.mark.parametrize(
     "launched, section, message",
     [
-        (LAUNCHED, {"cuda_devices": [0]}, "'distributed.cuda_devices' has 1, but there are 2"),
+        (
+            LAUNCHED,
+            {"cuda_devices": [0]},
+            "'distributed.cuda_devices' has 1 entries, but .* started 2",
+        ),
         (
             replace(ONE_A_NODE, has_store=True),
             {"cuda_devices": [0, 1]},
             "'distributed.cuda_devices' has 2, .* --nproc-per-node",
         ),
-        (LAUNCHED, {"num_nodes": 4}, "'distributed.num_nodes' is 4, but there are 2"),
-        (LAUNCHED, {"min_nodes": 1}, "'distributed.min_nodes' is for nodes on which"),
-        (replace(LAUNCHED, port=0), {}, "no port is known .* write MASTER_PORT"),
+        (LAUNCHED, {"num_nodes": 4}, "'distributed.num_nodes' is 4, but .* started 2"),
+        (LAUNCHED, {"min_nodes": 1}, "'distributed.min_nodes' applies if"),
+        (replace(LAUNCHED, port=0), {}, "no port for the rendezvous: set MASTER_PORT"),
     ],
 )
 def test_contradictions_are_refused(

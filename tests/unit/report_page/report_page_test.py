@@ -80,7 +80,7 @@ def test_charts_have_what_was_written(tmp_path: Path) -> None:
         "Accuracy",
         "Learning rate",
         "Gradient norm",
-        "Memory of a worker",
+        "Memory per worker",
     ]
     curves = {(curve.run, curve.kind): curve for curve in found["Loss"]}
     assert len(curves) == 6
@@ -89,7 +89,7 @@ def test_charts_have_what_was_written(tmp_path: Path) -> None:
     assert curves[1, "validation"].steps == [2, 4]
     assert curves[1, "validation"].hours == pytest.approx([0.02, 0.04])
     assert {curve.kind for curve in found["Accuracy"]} == {"validation"}
-    assert found["Memory of a worker"][0].values == [2_000_000] * 8
+    assert found["Memory per worker"][0].values == [2_000_000] * 8
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:

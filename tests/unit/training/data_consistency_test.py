@@ -82,7 +82,7 @@ def test_other_numbers_of_instances_are_named_on_every_rank(
         check_same_data(None, {"train_data_path": train})
 
     for message in messages(check):
-        assert f"no division of the same data: {counts[0]} on rank 0 (" in message
+        assert f"aren't shares of the same data: {counts[0]} on rank 0 (" in message
         assert f", {counts[1]} on rank 1 (" in message
 
 

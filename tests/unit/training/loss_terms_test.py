@@ -68,7 +68,7 @@ def test_parts_make_the_loss_of_the_whole(name: str, changes: Dict[str, Any]) ->
 
 def test_a_loss_of_routers_has_no_parts() -> None:
     mixture = CausalLM(Vocabulary(), config=MIXTRAL)
-    with pytest.raises(ConfigurationError, match="balances the load of experts"):
+    with pytest.raises(ConfigurationError, match="load-balancing loss of experts"):
         loss_terms.check(mixture)
     loss_terms.check(CausalLM(Vocabulary(), config={**MIXTRAL, "output_router_logits": False}))
 
