@@ -43,7 +43,9 @@ class DeepSpeed(Subcommand):
             run: Callable[[Any], None] = command_parser.get_default("func")
             command_parser.set_defaults(func=functools.partial(_run, run))
             # AllenNLP adds it to the parser of `deepspeed` only, before the name of the command.
-            command_parser.add_argument(
+            # Its `add_argument` would add "(default = ==SUPPRESS==)" to the help.
+            argparse.ArgumentParser.add_argument(
+                command_parser,
                 "--include-package",
                 type=str,
                 action="append",

@@ -41,7 +41,7 @@ class Export:
             "--format",
             choices=["allennlp", "huggingface"],
             default="allennlp",
-            help="allennlp: weights.th and model.tar.gz (default); huggingface: a transformer and "
+            help="allennlp: weights.th and model.tar.gz; huggingface: a transformer and "
             "its tokenizer for from_pretrained, adapters merged",
         )
         subparser.add_argument(

@@ -117,7 +117,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         "reads the losses. At the same time the progress bar is updated, the workers "
         "agree on signals and NaN, and `save_every_num_seconds` is checked. `null` "
         "means about once a second. The metrics of an epoch don't depend on it.",
-        advice="write a number of optimizer steps, at least 1, or leave it out for about once a "
+        advice="write a number of optimizer steps, at least 1, or remove the key for about once a "
         "second.",
         may_change=True,
     ),
@@ -304,7 +304,7 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
         doc="How often all workers are restarted from the newest checkpoint when one of "
         "them fails. An error in the config, and a step that fails twice, end the "
         "training ([restarts](several_machines.md#restarts)).",
-        advice="must be a whole number from 0 on",
+        advice="must be an integer, at least 0",
     ),
     "min_nodes": Key(
         Optional[PositiveInt],
@@ -330,8 +330,8 @@ ALLENNLP_DISTRIBUTED_KEYS: Dict[str, Key] = {
         Annotated[List[int], Field(min_length=1)],
         default=None,
         doc="",
-        advice="must be a list of a GPU's number for each worker of a node, such as [0, 1], or of "
-        "-1 for the CPU",
+        advice="must be a list with the GPU index of each worker of a node, such as [0, 1], or -1 "
+        "for the CPU, such as [-1, -1]",
     ),
     "ddp_accelerator": Key(OBJECT, default=None, doc=""),
     "num_nodes": Key(PositiveInt, default=1, doc="", advice="must be an integer, at least 1"),

@@ -209,7 +209,7 @@ def _describe(error: BaseException, step: Optional[int]) -> Failure:
         rank=int(os.environ["RANK"]),
         host=socket.gethostname(),
         message=message,
-        traceback=_describe_consequence(error) if is_consequence else _user_traceback(error),
+        traceback=_describe_consequence(error) if is_consequence else user_traceback(error),
         explanation=None if _explanation is None else _explanation(error),
         log_file=next(iter(log_files), None),
         step=step,
@@ -270,7 +270,7 @@ def _write(failure: Failure) -> None:
         Path(path).write_text(json.dumps({"message": message}))
 
 
-def _user_traceback(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """Returns the traceback without the frames of libraries before the first of the user's code."""
     described = traceback.TracebackException.from_exception(error)
     _remove_library_frames(described)

@@ -234,7 +234,7 @@ class CausalLMReader(DatasetReader):
         if isinstance(prompt, str) and isinstance(response, str):
             return self.example_tokenizer.tokenize_response(prompt, response)
         if text is None:
-            raise ConfigurationError(f"Give one of {_FORMS}.")
+            raise ConfigurationError(f"Write one of {_FORMS}.")
         return self.example_tokenizer.tokenize_text(text)
 
     def _cut(self, example: Example, counts: "_Counts") -> Example:

@@ -15,6 +15,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader
 
+from allennlp_deepspeed.engine.worker_failure import user_traceback
 from allennlp_deepspeed.launch.agent import WorkerFailed
 
 logger = logging.getLogger(__name__)
@@ -75,9 +76,14 @@ def _is_called_by_command() -> bool:
     return caller.f_code is train_command.train_model_from_args.__code__
 
 
-def show_if_config_error(error: BaseException) -> None:
-    """Makes the command end with the message of an error about the config, if it is one."""
+def end_command_with(error: BaseException, shortens_traceback: bool = False) -> None:
+    """
+    Makes the command end with the message of an error about the config. On any other error it ends
+    with the traceback, on request from the first frame of the user's code.
+    """
     message = str(error) if isinstance(error, WorkerFailed) else config_error_message(error)
+    if message is None and shortens_traceback:
+        message = user_traceback(error)
     if message is not None and not hasattr(error, _ATTRIBUTE):
         show_instead_of_traceback(error, message)
 
@@ -142,7 +148,7 @@ def check_type(params: Params) -> None:
             f"The config file contains {json.dumps(params.params, default=repr)[:80]}, but must "
             'contain an object, such as {"dataset_reader": ..., "model": ..., "trainer": ...}.'
         )
-        show_if_config_error(error)
+        end_command_with(error)
         raise error
 
 

@@ -57,7 +57,7 @@ def install() -> None:
                 arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
                 return _train_ours(train_model, arguments)
         except Exception as error:
-            failures.show_if_config_error(error)
+            failures.end_command_with(error, shortens_traceback=is_ours)
             raise
         return train_model(params, *args, **kwargs)
 

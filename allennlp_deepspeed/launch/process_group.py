@@ -109,8 +109,8 @@ def _interface_advice(backend: str) -> str:
     variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     return (
-        f"{variable} is '{os.environ.get(variable, '')}', and has to be an interface that the "
-        f"other hosts reach; this host has {interfaces}. "
+        f"{variable} is '{os.environ.get(variable, '')}', but must be a network interface that "
+        f"the other hosts reach; this host has {interfaces}. "
     )
 
 

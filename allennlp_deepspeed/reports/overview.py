@@ -103,7 +103,7 @@ def _batch(trainer: Any) -> str:
         return f"micro-batches of varying size, accumulation {steps}, workers {workers}"
     return (
         f"micro-batch {size} × accumulation {steps} × workers {workers} "
-        f"= {size * steps * workers} instances a step"
+        f"= global batch {size * steps * workers}"
     )
 
 
@@ -189,7 +189,8 @@ def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
     text = f"about {', '.join(texts)} per worker"
     if not is_gpu:
         text = text.replace(" on the CPU", "", 1)
-    if buffers := states.gpu.buffers + states.cpu.buffers:
+    # On a CPU only the part of a buffer that is used takes memory.
+    if is_gpu and (buffers := states.gpu.buffers + states.cpu.buffers):
         text += f", buffers {decimal(buffers)} (reduce_bucket_size and others)"
     return f"{text}; the {'GPU' if is_gpu else 'machine'} has {decimal(there_is)}"
 

@@ -66,3 +66,14 @@ def test_a_directory_that_is_a_file_is_told_in_a_line(
     run = train(config(workers), tmp_path)
     assert run.returncode == 1 and "Traceback" not in run.output
     assert f"{tmp_path / 'out'}" in run.output.splitlines()[-1]
+
+
+def test_an_error_of_users_code_has_its_traceback_once_without_the_frames_around_it(
+    tmp_path: Path,
+) -> None:
+    fail = {"trainer.callbacks": [{"type": "fail", "point": "step 2 of epoch 0"}]}
+    run = train(config(ONE_PROCESS, fail), tmp_path)
+    assert run.returncode == 1 and run.output.count("Traceback") == 1, run.output[-3000:]
+    _, _, end = run.output.partition("Traceback")
+    assert "/tests/fixtures/failures.py" in end.splitlines()[1]
+    assert "/launch/" not in end and end.splitlines()[-1].startswith("(Full traceback: ")

@@ -60,7 +60,7 @@ def auto(config: Config, stage: int, free: Optional[int] = None) -> Config:
 def found(result: Result) -> str:
     """What the console is told, once."""
     log = (result.serialization_dir / "out_worker0.log").read_text()
-    (text,) = re.findall(r"Micro-batch (.*) = 16 instances a step", log)
+    (text,) = re.findall(r"Micro-batch (.*) = global batch 16,", log)
     return text
 
 
@@ -149,4 +149,4 @@ def test_another_number_of_workers_finds_it_anew(experiments: Experiments, tmp_p
     recovered = resize_test.recover(uninterrupted, tmp_path, alone)
     assert_same_weights(recovered.weights(), uninterrupted.weights())
     log = (recovered.serialization_dir / "out.log").read_text()
-    assert "Micro-batch 12 × accumulation 1 × workers 1 = 12 instances a step" in log
+    assert "Micro-batch 12 × accumulation 1 × workers 1 = global batch 12" in log

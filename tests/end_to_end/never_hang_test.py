@@ -157,7 +157,7 @@ def test_a_signal_of_the_terminal_with_spawned_workers(tmp_path: Path, signal_na
     signal = callback("send_signal", point=TRAINING, signal_name=signal_name, to="session")
     run = train(tagger(2, signal), tmp_path, command=subprocess_allennlp)
     assert run.returncode != 0
-    assert f"{signal_name}: waiting for the workers" in run.output
+    assert f"{signal_name} received: waiting for the workers" in run.output
     assert Result(tmp_path / "out").archive.exists()
 
 
@@ -176,7 +176,7 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
     ]
     run = train(config, tmp_path)
     assert run.returncode == 1, run.output[-6000:]
-    assert "SIGTERM: waiting for" in run.output and "Traceback" not in run.output
+    assert "SIGTERM received: waiting for" in run.output and "Traceback" not in run.output
 
 
 def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):

@@ -85,7 +85,7 @@ def test_ctrl_c_ends_workers_that_wait_for_those_of_another_node(two_hosts: Host
     commands[0].wait_until_it_prints("done creating vocab")
     commands[0].signal(signal.SIGINT)
     first, second = wait_for_all(commands, 40)
-    assert "SIGINT: waiting for the workers" in message(first)
+    assert "SIGINT received: waiting for the workers" in message(first)
     assert "another node has ended the training" in message(second)
 
 
@@ -100,7 +100,7 @@ def test_an_interface_that_gloo_can_not_use_is_named(two_hosts: Hosts, tmp_path:
     config = experiment(two_hosts, rendezvous_timeout=20)
     environment = {"GLOO_SOCKET_IFNAME": "ib7"}
     for run in wait_for_all(start(two_hosts, tmp_path, config, environment=environment), 60):
-        assert "GLOO_SOCKET_IFNAME is 'ib7', and has to be an interface" in message(run)
+        assert "GLOO_SOCKET_IFNAME is 'ib7', but must be a network interface" in message(run)
         assert "this host has lo, eth0" in message(run)
 
 

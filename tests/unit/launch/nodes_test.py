@@ -25,7 +25,7 @@ TWO_NODES: Config = {
     [
         ({"timeuot": 60}, 'did you mean "timeout"?'),
         ({"timeout": 0}, "'distributed.timeout' is 0: must be a number of seconds above 0"),
-        ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be a whole number"),
+        ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be an integer, at least 0"),
         ({"primary_port": 0}, "'distributed.primary_port' is unset"),
         ({"primary_port": None}, "'distributed.primary_port' is unset: write a port of node 0"),
         ({"primary_address": None}, "'distributed.primary_address' is unset"),
