@@ -101,5 +101,5 @@ def test_a_report_has_no_files_of_others(name: str, tmp_path: Path) -> None:
     (directory / name).rename(others)
     (directory / name).symlink_to(others)
     run = allennlp("deepspeed", "report", directory)
-    assert_ends_with_line(run, f"{name} is a link to {others}")
+    assert_ends_with_line(run, f"{name} is a symbolic link to {others}")
     assert not (directory / "report.html").exists()

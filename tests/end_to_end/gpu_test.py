@@ -183,7 +183,7 @@ def test_recovery_says_which_dropout_is_another(
     uninterrupted = gpu_experiments.run(config)
     recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2", command=run_on_gpu)
     log = (recovered.serialization_dir / "out.log").read_text()
-    assert "the dropout between the layers of encoder._module" in log
+    assert "the dropout between layers of encoder._module" in log
     losses = [epoch["training_loss"] for epoch in recovered.epochs()]
     expected = [epoch["training_loss"] for epoch in uninterrupted.epochs()]
     assert losses == pytest.approx(expected, abs=0.02)

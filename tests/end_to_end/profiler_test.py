@@ -66,4 +66,4 @@ def test_a_recording_goes_on_over_epochs_and_says_what_it_lacks(experiments: Exp
 def test_the_callback_needs_the_deepspeed_trainer(tmp_path: Path):
     config = load_config("tagger", ONE_PROCESS, {"trainer.callbacks": ["profiler"]})
     message = refusal(config, tmp_path)
-    assert "The callback 'profiler' needs the 'deepspeed' trainer" in message
+    assert "The callback \"profiler\" needs the 'deepspeed' trainer" in message

@@ -168,7 +168,7 @@ def test_rotary_embeddings_of_any_length(rope_type: str) -> None:
 @pytest.mark.parametrize(
     "model, size, expected",
     [
-        (tiny("opt"), 2, "of the model type 'opt'"),
+        (tiny("opt"), 2, "the model type 'opt'"),
         (tiny("llama"), 3, "attention heads, 4, and of key-value heads, 2"),
         (tiny("llama", attn_implementation="eager"), 2, "attn_implementation is 'eager'"),
         (

@@ -155,7 +155,7 @@ def test_dropout_of_attention_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_tested_is_refused(tmp_path: Path, bert: str) -> None:
     model_name = write_model("mpnet", tmp_path / "mpnet", bert)
-    assert "of the type 'mpnet' isn't tested" in refused(model_name, section())
+    assert "isn't tested with models of type 'mpnet'" in refused(model_name, section())
 
 
 def test_a_bidirectional_layout_of_a_causal_model_is_refused(tmp_path: Path, bert: str) -> None:

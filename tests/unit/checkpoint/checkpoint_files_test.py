@@ -171,7 +171,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path: Path):
 
 
 def test_a_directory_without_a_record_is_no_checkpoint(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="commit.json is missing: .* not completed"):
+    with pytest.raises(CheckpointError, match="commit.json is missing: .* incomplete"):
         CommitRecord.read(str(tmp_path))
 
 
@@ -414,7 +414,7 @@ def test_a_checkpoint_set_aside_is_kept_and_not_found(tmp_path: Path):
 )
 def test_a_foreign_file_is_named_with_what_to_do(tmp_path: Path, write: Any, mmap: bool):
     for name, advice in [
-        ("checkpoint_e1_b0/engine/state.pt", f"remove {tmp_path / 'checkpoint_e1_b0'}, and"),
+        ("checkpoint_e1_b0/engine/state.pt", f"delete {tmp_path / 'checkpoint_e1_b0'}, and"),
         ("best.th", "run `allennlp train --recover`"),
     ]:
         path, evidence = tmp_path / name, tmp_path / "evidence"

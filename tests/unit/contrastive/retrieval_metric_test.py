@@ -248,5 +248,5 @@ def test_a_cutoff_that_is_no_positive_integer_is_refused(recall_at: List[Any]):
     ],
 )
 def test_tensors_of_other_shapes_are_refused(shapes: List[Any]):
-    with pytest.raises(ConfigurationError, match=r"expects .* and not \(3, 4"):
+    with pytest.raises(ConfigurationError, match=r"expects .* but got \(3, 4"):
         RetrievalMetric()(*(torch.zeros(shape) for shape in shapes))

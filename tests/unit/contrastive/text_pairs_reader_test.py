@@ -218,5 +218,5 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path):
 
 
 def test_a_number_out_of_range_is_refused():
-    with pytest.raises(ConfigurationError, match="'max_query_tokens' of the reader is .*Give"):
+    with pytest.raises(ConfigurationError, match="'max_query_tokens' of the reader is .*write"):
         reader(max_query_tokens=0)

@@ -15,7 +15,7 @@ def test_an_attribute_that_deepspeed_has_renamed_is_an_error_and_is_not_created(
 
     engine = Engine()
     with pytest.raises(
-        RuntimeError, match="has no 'Engine.enable_backward_allreduce'.* made for 0.19"
+        RuntimeError, match="has no 'Engine.enable_backward_allreduce'.* supports 0.19"
     ):
         internals.disable_gradient_hooks(engine, has_zero_optimizer=False)
     with (

@@ -122,7 +122,7 @@ def test_it_is_said_once_a_file_what_is_cut(
             "name1 name2 noun1",
         ]
     (message,) = [r.message for r in caplog.records if "max_length" in r.message]
-    assert "Of the 3 examples" in message and "2 were truncated to 'max_length', 3" in message
+    assert "Of 3 examples" in message and "2 were truncated to 'max_length', 3" in message
     caplog.clear()
     list(CausalLMReader(tokenizer, max_length=2, loss_on="responses").read(path))
     assert "2 of these have no tokens with a loss left" in caplog.text
@@ -193,7 +193,7 @@ def test_wrong_keys_are_refused(tokenizer: str, arguments: Dict[str, Any], messa
     [
         ({"label": "name1"}, "Expected one of .*, and not label"),
         ({**TEXT, **RESPONSE}, "Expected one of .*, and not text, prompt, response"),
-        ({"prompt": "name1"}, "Expected 'response' to be a string"),
+        ({"prompt": "name1"}, "Expected 'response' to be a non-empty string"),
         ({"messages": [{"content": "name1"}]}, "Expected 'messages' to be a list of objects"),
     ],
 )

@@ -114,5 +114,5 @@ def test_what_can_not_be_written_is_refused(is_file: bool, tmp_path: Path) -> No
         path.touch()
     else:
         path.symlink_to("/proc/nowhere")
-    with pytest.raises(ConfigurationError, match="can't be written"), DirectoryLock(path) as lock:
+    with pytest.raises(ConfigurationError, match="is not writable"), DirectoryLock(path) as lock:
         lock.acquire()

@@ -211,7 +211,7 @@ def test_where_to_meet_may_be_in_the_config() -> None:
         (
             replace(ONE_A_NODE, has_store=True),
             {"cuda_devices": [0, 1]},
-            "'distributed.cuda_devices' has 2, .* --nproc-per-node",
+            "'distributed.cuda_devices' has 2 entries, .* --nproc-per-node",
         ),
         (LAUNCHED, {"num_nodes": 4}, "'distributed.num_nodes' is 4, but .* started 2"),
         (LAUNCHED, {"min_nodes": 1}, "'distributed.min_nodes' applies if"),

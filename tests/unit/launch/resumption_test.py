@@ -66,7 +66,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_force_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="--force removes"):
+    with pytest.raises(ConfigurationError, match="--force deletes"):
         resumption.has_training(tmp_path, force=True)
 
 

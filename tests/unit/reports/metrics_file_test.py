@@ -103,7 +103,7 @@ def test_what_cannot_be_written_is_kept_and_said_once(
             file.write("step", step, 0)
             file.flush()
     assert [record.getMessage() for record in caplog.records if FILE_NAME in record.message] == [
-        f"{directory / FILE_NAME} can't be written: "
+        f"Could not write {directory / FILE_NAME}: "
         f"[Errno 2] No such file or directory: '{directory / FILE_NAME}'"
     ]
     directory.mkdir()
