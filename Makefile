@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz architectures upstream upstream-models-library bench lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz architectures upstream upstream-models-library bench gpu lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -32,6 +32,7 @@ help:
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
 	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about 100 minutes)"
+	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/architecture.md"
 	@echo "make docs    build the site of the documents in site/ (a minute, without PyTorch)"
@@ -130,6 +131,10 @@ bench: $(VENV)/installed-benchmarks
 	python -m benchmarks wire
 	python -m benchmarks sequence_length
 	python -m benchmarks global_batch
+
+# Uses the Python that is there: a machine with a GPU has one with its own PyTorch, and no network.
+gpu:
+	python -m benchmarks gpu $(if $(BLOCK),--blocks $(BLOCK))
 
 lint: $(VENV)/installed
 	ruff check .

@@ -8,6 +8,7 @@ from benchmarks.contenders.accelerate import Accelerate
 from benchmarks.contenders.allennlp import FairScale, GradientDescent
 from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.distributed_data_parallel import DdpCached, DdpUncached
+from benchmarks.contenders.fully_shard import FullyShard
 from benchmarks.contenders.lightning import Lightning
 from benchmarks.contenders.ours import (
     Ours,
@@ -31,6 +32,15 @@ CONTENDERS: Dict[str, Contender] = {
     "gradient-descent": GradientDescent(),
     "lightning": Lightning(),
     "fairscale": FairScale(),
+}
+
+# Those that train a decoder in bf16. AllenNLP has FairScale's FSDP in fp32 and fp16.
+DECODER_CONTENDERS: Dict[str, Contender] = {
+    BARE: Bare(),
+    "ours": Ours(),
+    "accelerate": Accelerate(),
+    "fully_shard": FullyShard(),
+    "lightning": Lightning(),
 }
 
 # Those that train a bi-encoder.

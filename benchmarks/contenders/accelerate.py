@@ -18,8 +18,10 @@ class Accelerate(Contender):
         workload, world_size = job.workload, job.worker.world_size
         model = workload.build_model()
         # With cpu=True it would wrap the model in DistributedDataParallel and say nothing.
+        config = workload.deepspeed_config(world_size)
         accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=workload.deepspeed_config(world_size)),
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            mixed_precision="bf16" if config.get("bf16", {}).get("enabled") else "no",
             gradient_accumulation_steps=workload.accumulation,
         )
         model, optimizer = accelerator.prepare(model, workload.build_optimizer(model))

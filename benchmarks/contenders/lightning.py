@@ -41,6 +41,7 @@ class Lightning(Contender):
             accelerator="gpu",
             devices=worker.world_size,
             strategy=DeepSpeedStrategy(config=config),
+            precision="bf16-true" if config.get("bf16", {}).get("enabled") else "32-true",
             accumulate_grad_batches=workload.accumulation,
             max_epochs=1,
             logger=False,

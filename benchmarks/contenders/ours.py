@@ -1,3 +1,4 @@
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Dict, List
 
 import torch
@@ -68,6 +69,31 @@ class OursFlush(Ours):
     """As `Ours`, but the reduction is separate and not in the last backward pass."""
 
     callbacks = [Lazy(BackwardWithoutSync)]
+
+
+@dataclass(frozen=True)
+class OursWith(Ours):
+    """
+    As `Ours`, with something else in the config.
+
+    # Parameters
+
+    workload_changes : `Dict[str, Any]`, optional (default = `{}`)
+        Fields of the workload.
+    trainer : `Dict[str, Any]`, optional (default = `{}`)
+        Further settings of the trainer.
+    """
+
+    workload_changes: Dict[str, Any] = field(default_factory=dict)
+    trainer: Dict[str, Any] = field(default_factory=dict)
+
+    @overrides
+    def own_workload(self, workload: Workload) -> Workload:
+        return replace(workload, **self.workload_changes)  # type: ignore[type-var]
+
+    @overrides
+    def settings(self, workload: Workload) -> Dict[str, Any]:
+        return {**super().settings(workload), **self.trainer}
 
 
 class OursCached(Ours):

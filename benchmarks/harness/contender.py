@@ -62,6 +62,10 @@ class Contender(ABC):
         if self.package is not None and find_spec(self.package) is None:
             name = self.package.replace("_", "-")
             return f"needs {name}, see benchmarks/requirements.txt"
+        try:
+            self.preload()
+        except ImportError as error:
+            return f"can't be imported: {error}"
         return None
 
     def preload(self) -> None:

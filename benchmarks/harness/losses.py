@@ -18,6 +18,7 @@ def largest_difference(
     reference: Sequence[Sequence[float]],
     reference_name: str,
     accumulation: int = 1,
+    tolerance: float = FIRST_TOLERANCE,
 ) -> float:
     """
     # Parameters
@@ -31,6 +32,8 @@ def largest_difference(
     reference_name : `str`
     accumulation : `int`, optional (default = `1`)
         Micro-batches in a step.
+    tolerance : `float`, optional (default = `1e-4`)
+        Of each loss of the first steps, relative.
 
     # Returns
 
@@ -50,11 +53,11 @@ def largest_difference(
     all_ = [d for differences in by_time for d in differences]
     mean = statistics.fmean(all_)
     # Not a number is not less than anything, and `max` would pass it over.
-    if not (all(d <= FIRST_TOLERANCE for d in first) and mean <= TOLERANCE):
+    if not (all(d <= tolerance for d in first) and mean <= TOLERANCE):
         raise RuntimeError(
             f"The losses of '{name}' differ from those of '{reference_name}' by up to "
             f"{max(first):.1e} in the first {FIRST_STEPS} steps and {mean:.1e} on average, more "
-            f"than {FIRST_TOLERANCE:.0e} and {TOLERANCE:.0e}, or aren't numbers. They don't do the "
+            f"than {tolerance:.0e} and {TOLERANCE:.0e}, or aren't numbers. They don't do the "
             "same."
         )
     return max(all_)

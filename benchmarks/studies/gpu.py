@@ -1,0 +1,330 @@
+"""
+Everything that is to be known of a GPU, in blocks of less than 10 minutes that need no network.
+
+- `tests`: the tests that are marked for GPUs.
+- `parity`: the deepspeed trainer at each stage beside `gradient_descent`.
+- `real`: the models of the study "real", and a decoder of 350 million parameters in bf16 beside
+  bare DeepSpeed, Accelerate, `fully_shard` and Lightning.
+- `optimizers`: fused Adam and AdamW beside those of PyTorch.
+- `compile`: `torch_compile`.
+- `offload`: what it saves in memory, and what it costs in time.
+- `profile`: the share of a step in which the host waits, which is to be less than 2 %.
+
+Writes one line a figure to `benchmarks/results/gpu-<card>.md`, where lines of other blocks stay.
+`--tiny` makes all models tiny, to try the blocks on a CPU.
+"""
+
+import argparse
+import gzip
+import json
+import logging
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple
+
+import torch
+
+from allennlp_deepspeed.engine.phases import DEVICE_SYNC, PREFIX
+from benchmarks.contenders import DECODER_CONTENDERS
+from benchmarks.contenders.ours import Ours, OursWith
+from benchmarks.contenders.random_texts import RandomTexts
+from benchmarks.harness import report, training
+from benchmarks.harness.contender import Contender
+from benchmarks.harness.losses import largest_difference
+from benchmarks.harness.pairing import compare
+from benchmarks.harness.stopwatch import Plan
+from benchmarks.studies import real
+
+TIME_LIMIT = 540.0  # seconds, of a block's contenders
+STEPS = 20  # of a training that isn't timed
+
+DECODER = {"vocab_size": 32000, "num_tokens": 512, "width": 1024, "num_layers": 24, "num_heads": 16}
+TINY_DECODER = {"vocab_size": 50, "num_tokens": 8, "width": 16, "num_layers": 2, "num_heads": 2}
+
+# Roundings of half precision, relative to a loss.
+BF16_TOLERANCE = 2e-2
+
+
+class Line(NamedTuple):
+    """
+    # Parameters
+
+    what : `str`
+    figure : `str`
+    detail : `str`, optional (default = `""`)
+    """
+
+    what: str
+    figure: str
+    detail: str = ""
+
+
+class Setting(NamedTuple):
+    """
+    # Parameters
+
+    tiny : `bool`
+    directory : `Path`
+        For what a block writes.
+    """
+
+    tiny: bool
+    directory: Path
+
+    @property
+    def world_size(self) -> int:
+        return max(1, torch.cuda.device_count())
+
+    def decoder(self, stage: int, accumulation: int = 1) -> RandomTexts:
+        size = TINY_DECODER if self.tiny else DECODER
+        batch_size = 2 if self.tiny else 8
+        bf16 = not self.tiny
+        return RandomTexts(self.directory, stage, accumulation, batch_size, size, bf16)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS))
+    parser.add_argument("--tiny", action="store_true")
+
+
+def run(settings: argparse.Namespace) -> None:
+    logging.getLogger().setLevel(logging.ERROR)
+    if not (torch.cuda.is_available() or settings.tiny):
+        sys.exit("There is no GPU here. `--tiny` tries the blocks on the CPU.")
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    name = "gpu-" + re.sub(r"\W+", "-", card.lower())
+    data = report.read(settings.output, name)
+    data.update(report.heading(max(1, torch.cuda.device_count()), "transformers", "accelerate"))
+    for block in settings.blocks:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=f"{block}-") as directory:
+            lines = BLOCKS[block](Setting(settings.tiny, Path(directory)))
+        lines.append(Line("seconds of this block", f"{time.monotonic() - start:.0f}"))
+        data.setdefault("blocks", {})[block] = lines
+        report.write(settings.output, name, data, text(card, data))
+    report.show(text(card, data))
+
+
+def text(card: str, data: Dict[str, Any]) -> str:
+    blocks: List[str] = []
+    for block, lines in data["blocks"].items():
+        blocks += [f"## {block}", report.table(("what", "figure", "detail"), lines)]
+    about = f"{report.describe(data)}\n`make gpu` wrote this; `python -m benchmarks gpu --help`."
+    return report.document(f"On a GPU: {card}", about, *blocks)
+
+
+def tests(setting: Setting) -> List[Line]:
+    """Runs the marked tests. On a CPU they are collected and skipped."""
+    arguments = ["tests/end_to_end/gpu_test.py", "-m", "gpu", "-q", "--no-header"]
+    if not setting.tiny:
+        arguments += ["-n", "8"]
+    pytest = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=report.REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines = pytest.stdout.strip().splitlines()
+    failed = [Line(line.split(" - ")[0], "failed") for line in lines if line.startswith("FAILED")]
+    return [Line("`pytest -m gpu`", lines[-1].strip("= ")), *failed]
+
+
+def parity(setting: Setting) -> List[Line]:
+    losses = {}
+    stages = (3,) if setting.tiny else (0, 1, 2, 3)
+    for name, trainer in [
+        ("gradient_descent", {}),
+        *((f"stage {stage}", _at_stage(stage)) for stage in stages),
+    ]:
+        out = _train(setting, name.replace(" ", "_"), trainer)
+        losses[name] = json.loads((out / "metrics.json").read_text())["training_loss"]
+    expected = losses.pop("gradient_descent")
+    return [
+        Line(f"loss of {name}, difference from `gradient_descent`", f"{abs(loss - expected):.1e}")
+        for name, loss in losses.items()
+    ]
+
+
+def profile(setting: Setting) -> List[Line]:
+    profiler = {"type": "profiler", "steps": list(range(5, STEPS))}
+    lines = []
+    for stage in (3,) if setting.tiny else (0, 2, 3):
+        trainer = {**_at_stage(stage), "callbacks": [profiler]}
+        (trace,) = (_train(setting, f"stage_{stage}", trainer) / "profile").glob("*_rank_0.json.gz")
+        with gzip.open(trace, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        # On a GPU each phase is there a second time, as the device sees it.
+        phases = [
+            event
+            for event in events
+            if event.get("name", "").startswith(PREFIX) and event.get("cat") == "user_annotation"
+        ]
+        waits = sum(event["dur"] for event in phases if event["name"] == PREFIX + DEVICE_SYNC)
+        start = min(event["ts"] for event in phases)
+        total = max(event["ts"] + event["dur"] for event in phases) - start
+        share = f"{waits / total:.1%}"
+        lines.append(Line(f"host waits of the steps' time, stage {stage}", share))
+    return lines
+
+
+def _at_stage(stage: int) -> Dict[str, Any]:
+    return {"type": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": stage}}}
+
+
+def _train(setting: Setting, name: str, trainer: Dict[str, Any]) -> Path:
+    """Trains a classifier of texts, without dropout, by the command. Returns its directory."""
+    width, num_layers = (64, 1) if setting.tiny else (1024, 12)
+    words = [f"word{i}" for i in range(16)]
+    texts = [(" ".join(words[i % 8 :]), str(i % 3)) for i in range(8 * STEPS)]
+    transformer = training.transformer(width, num_layers, dropout_prob=0.0)
+    config = training.config(setting.directory, texts, 8, 1, trainer, **transformer)
+    config["trainer"]["cuda_device"] = 0 if torch.cuda.is_available() else -1
+    out = setting.directory / name
+    training.train(config, out)
+    return out
+
+
+def real_models(setting: Setting) -> List[Line]:
+    arguments = argparse.Namespace(rounds=2 if setting.tiny else 5, tiny=setting.tiny)
+    lines: List[Line] = []
+    for model in ("lora",) if setting.tiny else real.SUBJECTS:
+        accumulation = max(real.SUBJECTS[model].accumulation)
+        try:
+            directory = tempfile.mkdtemp(dir=setting.directory)
+            rows = real.measure(model, 2, accumulation, arguments, setting.world_size, directory)
+        except (ImportError, SystemExit) as error:
+            lines.append(Line(model, "not run", str(error)))
+            continue
+        lines += [_line_of_real_model(row) for row in rows]
+    for stage in (3,) if setting.tiny else (0, 3):
+        names = list(DECODER_CONTENDERS)[: 4 if setting.tiny else None]
+        contenders = {name: DECODER_CONTENDERS[name] for name in names}
+        workload = setting.decoder(stage, accumulation=2)
+        lines += _beside(setting, workload, "ours", contenders, of_reference=True)
+    return [*lines, Line("decoder with FairScale", "not run", "AllenNLP has it without bf16")]
+
+
+def _line_of_real_model(row: Dict[str, Any]) -> Line:
+    what = f"{row['model']}, stage {row['zero_stage']}, accumulation {row['accumulation']}"
+    if "skipped" in row:
+        return Line(f"{what}: {row['tool']}", row["skipped"])
+    memory = f"{row['peak_memory'] / 1e6:.0f} MB"
+    if row["tool"] == real.OURS:
+        return Line(f"{what}: {row['unit']} a second", f"{row['per_second']:.0f}", memory)
+    quartiles = report.spread(report.quartiles(row["ratios"]))
+    ratio = f"{statistics.median(row['ratios']):.2f}×"
+    return Line(
+        f"{what}: speed of ours to {row['tool']}", ratio, f"{quartiles}; {row['tool']} has {memory}"
+    )
+
+
+def optimizers(setting: Setting) -> List[Line]:
+    return [
+        line
+        for name in ("adam", "adamw")
+        for line in _beside(
+            setting,
+            setting.decoder(stage=2),
+            name,
+            {
+                name: OursWith({"optimizer": {"type": name, "lr": 1e-5}}),
+                f"fused_{name}": OursWith({"optimizer": {"type": f"fused_{name}", "lr": 1e-5}}),
+            },
+        )
+    ]
+
+
+def compiled(setting: Setting) -> List[Line]:
+    leaves = {"leaf_module": {"classes": ["TransformerEncoderLayer"]}}
+    # The backend that compiles nothing takes less time.
+    compiler: Any = {"backend": "aot_eager"} if setting.tiny else True
+    cases: Dict[int, Dict[str, Any]] = {3: leaves} if setting.tiny else {0: {}, 3: leaves}
+    return [
+        line
+        for stage, zero in cases.items()
+        for line in _beside(
+            setting,
+            setting.decoder(stage),
+            "ours",
+            {
+                "ours": Ours(),
+                "compiled": OursWith({"zero": zero}, {"torch_compile": compiler}),
+            },
+        )
+    ]
+
+
+def offload(setting: Setting) -> List[Line]:
+    optimizer = {"offload_optimizer": {"device": "cpu"}}
+    parameters = {**optimizer, "offload_param": {"device": "cpu"}}
+    contenders = {
+        "ours": Ours(),
+        "optimizer offloaded": OursWith({"zero": optimizer}),
+        "parameters offloaded": OursWith({"zero": parameters}),
+    }
+    return _beside(setting, setting.decoder(stage=3), "ours", contenders)
+
+
+def _beside(
+    setting: Setting,
+    workload: RandomTexts,
+    reference: str,
+    contenders: Dict[str, Contender],
+    of_reference: bool = False,
+) -> List[Line]:
+    """
+    Compares losses, and then the speed of each contender with that of the reference, or of the
+    reference with that of each contender.
+
+    # Raises
+
+    `RuntimeError`
+        If the losses differ.
+    """
+    contenders = {name: c for name, c in contenders.items() if c.supports(workload)}
+    pairs = [(reference, name) for name in contenders if name != reference]
+    plan = Plan(3, 2, 1) if setting.tiny else Plan(5, 6, 5)
+    found = compare(contenders, pairs, workload, plan, setting.world_size, TIME_LIMIT)
+    lines = [Line(f"{workload}: {name}", "not run", why) for name, why in found.skipped.items()]
+    for name, ranks in found.outcomes.items():
+        memory = f"{max(rank.peak_memory for rank in ranks) / 1e6:.0f} MB"
+        if name == reference:
+            own = statistics.median(
+                one.seconds for pair in found.timings.values() for one, _ in pair
+            )
+            figure = f"{1000 * own / plan.steps:.1f} ms"
+            lines.insert(0, Line(f"{workload}: a step of {name}", figure, memory))
+            continue
+        difference = largest_difference(
+            f"{name} ({workload})",
+            [rank.losses for rank in ranks],
+            [rank.losses for rank in found.outcomes[reference]],
+            reference,
+            workload.accumulation,
+            BF16_TOLERANCE if workload.bf16 else 1e-4,
+        )
+        ratios = [own.seconds / other.seconds for own, other in found.timings[reference, name]]
+        one, other = name, reference
+        if of_reference:
+            ratios, one, other = [1 / ratio for ratio in ratios], reference, name
+        quartiles = report.spread(report.quartiles(ratios))
+        detail = f"{quartiles}; {name} has {memory}; losses differ by {difference:.0e}"
+        figure = f"{statistics.median(ratios):.2f}×"
+        lines.append(Line(f"{workload}: speed of {one} to {other}", figure, detail))
+    return lines
+
+
+BLOCKS: Dict[str, Callable[[Setting], List[Line]]] = {
+    "tests": tests,
+    "parity": parity,
+    "real": real_models,
+    "optimizers": optimizers,
+    "compile": compiled,
+    "offload": offload,
+    "profile": profile,
+}

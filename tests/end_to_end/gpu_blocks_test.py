@@ -1,0 +1,41 @@
+"""The blocks of `make gpu` run on a CPU, with tiny models, so that they run where a GPU is."""
+
+import json
+from pathlib import Path
+from typing import List
+
+from tests.support.command import python
+
+
+def run_blocks(directory: Path, *blocks: str) -> List[List[str]]:
+    """Runs the blocks, whose losses are compared. Returns what each line of the table is about."""
+    arguments = ["--tiny", "--output", directory, "--blocks", *blocks]
+    python("-m", "benchmarks", "gpu", *arguments, time_limit=400).check()
+    found = json.loads((directory / "raw" / "gpu-cpu.json").read_text())["blocks"]
+    table = (directory / "gpu-cpu.md").read_text()
+    assert all(figure in table for lines in found.values() for _, figure, _ in lines)
+    return [[what for what, _, _ in found[block]] for block in blocks]
+
+
+def test_blocks_of_loops_compare_each_variant(tmp_path: Path) -> None:
+    fused, compiled, offloaded = run_blocks(tmp_path, "optimizers", "compile", "offload")
+    decoder = "decoder, stage {}, accumulation 1"
+    for name in ("adam", "adamw"):
+        assert f"{decoder.format(2)}: speed of fused_{name} to {name}" in fused
+    assert f"{decoder.format(3)}: speed of compiled to ours" in compiled
+    for what in ("optimizer", "parameters"):
+        assert f"{decoder.format(3)}: speed of {what} offloaded to ours" in offloaded
+
+
+def test_blocks_of_commands_have_their_figures(tmp_path: Path) -> None:
+    parity, profile, tests = run_blocks(tmp_path, "parity", "profile", "tests")
+    assert parity[0] == "loss of stage 3, difference from `gradient_descent`"
+    assert profile[0] == "host waits of the steps' time, stage 3"
+    assert tests[0] == "`pytest -m gpu`"
+
+
+def test_real_models_are_compared_with_what_is_installed(tmp_path: Path) -> None:
+    (lines,) = run_blocks(tmp_path, "real")
+    assert "lora, stage 2, accumulation 8: speed of ours to bare" in lines
+    for tool in ("bare", "accelerate", "fully_shard"):
+        assert f"decoder, stage 3, accumulation 2: speed of ours to {tool}" in lines
