@@ -56,7 +56,13 @@ def _write_tokenizer_and_load(directory: Path, tiny: bool) -> PreTrainedModel:
 
     file = {"pretrained_model_name_or_path": smollm2().parent, "gguf_file": smollm2().name}
     AutoTokenizer.from_pretrained(**file).save_pretrained(directory)
-    return AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32)
+    # Its weights aren't quantized any more, but it would refuse to be saved.
+    config = quantized.config.to_dict()
+    config.pop("quantization_config", None)
+    model = LlamaForCausalLM(LlamaConfig.from_dict(config))
+    model.load_state_dict(quantized.state_dict())
+    return model
 
 
 def _texts(cell: Cell, tiny: bool) -> List[str]:

@@ -75,7 +75,7 @@ SUBJECTS = {
     "classifier": Subject(
         others=["trainer", DDP],
         accumulation=[1, 8],
-        sizes={"batch_size": 16, "max_length": 64},
+        sizes={"batch_size": 8, "max_length": 48},
         tiny={"batch_size": 2, "max_length": 8},
         trainer={},
     ),
@@ -83,7 +83,7 @@ SUBJECTS = {
         others=["sentence-transformers"],
         # A large batch is one of many chunks.
         accumulation=[1],
-        sizes={"batch_size": 128, "max_length": 64, "chunk_size": 32},
+        sizes={"batch_size": 64, "max_length": 32, "chunk_size": 16},
         tiny={"batch_size": 8, "max_length": 8, "chunk_size": 4},
         trainer={},
     ),
