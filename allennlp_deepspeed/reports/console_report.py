@@ -144,7 +144,7 @@ class ConsoleReport:
     def announce_checkpoint(self, path: str, num_bytes: int, seconds: float) -> None:
         """Announces a saved checkpoint. Called in a thread."""
         name = os.path.basename(path)
-        announce(logger, "Saved checkpoint %s (%s, %.1f s)", name, decimal(num_bytes), seconds)
+        announce(logger, "Saved %s (%s, %.1f s)", name, decimal(num_bytes), seconds)
 
 
 class EpochProgress:

@@ -134,7 +134,7 @@ def test_each_epoch_is_compared_with_the_best_one_before(plain: Trained) -> None
 
 def test_checkpoints_and_what_comes_next_are_told(plain: Trained) -> None:
     for name in ("checkpoint_e1_b0", "checkpoint_e2_b0"):
-        assert f"Saved checkpoint {name} (" in plain.run.output
+        assert f"Saved {name} (" in plain.run.output
     commands = [line.split()[1] for line in plain.run.output.splitlines()[-3:]]
     assert commands == ["evaluate", "predict", "deepspeed"]
     assert f"allennlp evaluate {plain.directory / 'model.tar.gz'} " in plain.run.output
@@ -161,7 +161,7 @@ def test_the_log_files_have_everything(plain: Trained) -> None:
         assert text in plain.logs and text not in plain.run.output
     for text in (
         "2 on the CPU",
-        "Saved checkpoint checkpoint_e1_b0",
+        "Saved checkpoint_e1_b0",
         "Epoch 1/1 in",
         "allennlp predict",
     ):
@@ -257,7 +257,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     root = tmp_path_factory.mktemp("terminal")
     config = write_config(root / "config.json", {"trainer.num_epochs": 500})
     terminal = Terminal(*arguments(config, root / "out"))
-    terminal.wait_until_it_prints("Saved checkpoint checkpoint_e1_b0")
+    terminal.wait_until_it_prints("Saved checkpoint_e1_b0")
     terminal.press_ctrl_c()
     run = terminal.end()
     assert not run.processes and not run.timed_out
