@@ -248,7 +248,7 @@ def epoch_table(title: str, metrics: Dict[str, Any], best_before: Dict[str, Any]
     }
     columns = ["training"]
     if any(f"validation_{name}" in metrics for name in names):
-        columns += ["validation", "best before", "change"] if best_before else ["validation"]
+        columns += ["validation", "previous best", "change"] if best_before else ["validation"]
     table = Table("", box=None, padding=(0, 1), header_style="dim")
     for column in columns:
         table.add_column(column, justify="right")

@@ -180,7 +180,7 @@ def test_more_epochs_can_be_trained_after_the_end(plain: Trained, tmp_path: Path
     assert f"Loading checkpoint {directory / 'checkpoint_e2_b0'}" in run.output
     assert "Resuming: fast-forwarding data to epoch 2 (global step 14)" in run.output
     assert "Resumed training at step 0 of epoch 2" in run.output
-    assert "Epoch 2/2 in " in run.output and "best before" in run.output
+    assert "Epoch 2/2 in " in run.output and "previous best" in run.output
     assert (directory / "metrics_epoch_2.json").exists()
     lines = list(metrics_file.read(str(directory / "metrics.jsonl")))
     steps = [line["step"] for line in lines if line["kind"] == "step"]
