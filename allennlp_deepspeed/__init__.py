@@ -8,6 +8,8 @@ the output of our commands. Gone when its logger writes to the standard error.
 import contextlib
 import sys
 
+import torch  # noqa: F401  # sets up its logger, which `quiet_import` quietens
+
 from allennlp_deepspeed.announcements import quiet_import
 
 # Installs the import hook, unless a `.pth` file has.
