@@ -14,7 +14,7 @@ TRAINING_STATE_VERSION = 6
 
 
 class Stateful(Protocol):
-    """Stateful of a training whose state is in checkpoints."""
+    """Part of a training whose state is in checkpoints."""
 
     def state_dict(self) -> Any:
         """Returns this rank's state as plain data."""

@@ -106,6 +106,14 @@ def test_an_engine_in_a_session_outlives_training(tmp_path: Path):
     assert not dist.is_initialized()
 
 
+def test_the_former_name_of_accumulation_steps_warns_and_names_the_new_one(tmp_path: Path):
+    arguments = Task().arguments(tmp_path)
+    trainer = DeepSpeedTrainer(**arguments, num_gradient_accumulation_steps=3)
+    with pytest.warns(FutureWarning, match="num_gradient_accumulation_steps"):
+        assert trainer.group_size == trainer.num_gradient_accumulation_steps == 3
+    trainer.close()
+
+
 def test_deepspeed_constructs_and_steps_optimizer_and_scheduler(tmp_path: Path):
     task = Task()
     arguments = {**task.arguments(tmp_path), "optimizer": None}
