@@ -14,7 +14,7 @@ class BufferBroadcast:
     Broadcasts the buffers of rank 0, as `DistributedDataParallel` does before each forward pass, so
     that batch normalization, for example, validates with the same statistics on all ranks. Buffers
     are looked up at each broadcast, so that newly assigned or registered ones are included. Nothing
-    is broadcast until `look` has found a buffer on any rank.
+    is broadcast until `find_buffers` has found a buffer on any rank.
 
     # Parameters
 

@@ -224,7 +224,7 @@ def check_devices(config: Dict[str, Any]) -> None:
     on_cpu = as_json([-1] * len(numbers) if isinstance(devices, list) else -1)
     raise ConfigurationError(
         f"'{path}' is {as_json(devices)}, but PyTorch finds "
-        + (f"{count} of them: write others, or " if count else "no GPU: write ")
+        + (f"{count}, numbered from 0: write others, or " if count else "no GPU: write ")
         + f"{on_cpu} to train on the CPU."
     )
 

@@ -77,8 +77,18 @@ def with_even_batches(data_loader: Any, model: Any, device: torch.device) -> Any
     """
     Returns a data loader for validation by a model that `validates_whole_set`. AllenNLP's loop
     leaves out batches that only some ranks have.
+
+    # Raises
+
+    `ConfigurationError`
+        If the model has no `dummy_batch`, or the `filler` of version 0.2.0.
     """
-    validates = isinstance(model, ValidatesWholeSet) and model.validates_whole_set
+    validates = getattr(model, "validates_whole_set", False)
+    if validates and (not isinstance(model, ValidatesWholeSet) or hasattr(model, "filler")):
+        raise ConfigurationError(
+            f"{type(model).__name__} has 'validates_whole_set', which needs a method "
+            "'dummy_batch', called 'filler' in 0.2.0: rename it."
+        )
     # Compared with `None`, because its truth is its length, which a lazy loader doesn't have.
     has_data = validates and data_loader is not None
     return EvenBatches(data_loader, model, device) if has_data else data_loader

@@ -235,10 +235,10 @@ def test_one_of_several_encoders_is_chosen_by_name(
     out = str(tmp_path / "out")
     name = "_{}_encoder._text_field_embedder.token_embedder_tokens.transformer_model"
     sides = ("query", "document")
-    choice = "add --module with one of " + ", ".join(map(name.format, sides))
-    with pytest.raises(ConfigurationError, match=f"contains 2 transformers: {choice}"):
+    choice = "--module with one of " + ", ".join(map(name.format, sides))
+    with pytest.raises(ConfigurationError, match=f"contains 2 transformers: .*{choice}"):
         export_huggingface(str(result.archive), out)
-    with pytest.raises(ConfigurationError, match=f"no transformer 'c': {choice}"):
+    with pytest.raises(ConfigurationError, match=f"no transformer 'c': .*{choice}"):
         export_huggingface(str(result.archive), out, module="c")
     expected = find_transformers(archived_model(result.archive))
     weights: Dict[str, torch.Tensor] = {}

@@ -99,8 +99,12 @@ def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, t
     assert_ends_alike(recovered, uninterrupted)
     log = (recovered.serialization_dir / "out_worker0.log").read_text()
     # After that of the training before.
-    lines = re.findall("Parameters stay gathered until each step ends.*", log)
-    assert len(lines) == 2 and "as before" in lines[1]
+    assert re.findall(
+        "(Parameters|Resumed: parameters) stay gathered until each step ends", log
+    ) == [
+        "Parameters",
+        "Resumed: parameters",
+    ]
 
 
 def test_a_recovered_run_ends_as_an_uninterrupted_one(experiments: Experiments, tmp_path: Path):

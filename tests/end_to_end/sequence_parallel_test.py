@@ -230,7 +230,7 @@ def test_batches_of_a_validation_are_compared_too() -> None:
         validation_data_loader=OfRank([batch(4)]),
         sequence_parallel_size=2,
     )
-    assert all("had different batches" in error for error in side.on_all_ranks(error_of_training))
+    assert all("read different batches" in error for error in side.on_all_ranks(error_of_training))
 
 
 def constructed_model() -> Model:

@@ -76,7 +76,7 @@ def assert_refused(result: Result, run: Run, *messages: str) -> None:
     # Which the command ends with.
     last = run.output[run.output.rindex("\n\n") :]
     assert all(message in last for message in messages), run.output[-4000:]
-    assert "The traceback is in " in last
+    assert "Full traceback: " in last
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -103,7 +103,7 @@ def test_each_host_continues_with_its_own_files(train: Callable[[int], Training]
     runs = training.recover(training.directories)
     training.check_same_end(runs, training.directories)
     assert f"{training.checkpoint(0)} exists for ranks 0, 1 on host-0" in runs[0].output
-    assert "ranks 2, 3 on host-1 have not. Continuing from" in runs[0].output
+    assert "ranks 2, 3 on host-1 have not. Resuming from" in runs[0].output
 
 
 def test_what_one_host_has_committed_when_the_other_died_is_continued_from(

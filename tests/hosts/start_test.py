@@ -86,7 +86,7 @@ def test_ctrl_c_ends_workers_that_wait_for_those_of_another_node(two_hosts: Host
     commands[0].signal(signal.SIGINT)
     first, second = wait_for_all(commands, 40)
     assert "SIGINT received: waiting for the workers" in message(first)
-    assert "another node has ended the training" in message(second)
+    assert "another node ended the training" in message(second)
 
 
 def test_a_node_that_fails_before_it_trains_ends_the_other(two_hosts: Hosts, tmp_path: Path):

@@ -109,6 +109,6 @@ def test_a_decay_that_continues_does_not_rise(tmp_path: Path) -> None:
         shown = train(tmp_path, num_epochs=num_epochs, **kwargs)
         return next(line for line in shown.splitlines() if line.strip().startswith("optimizer"))
 
-    assert "rises" not in optimizer_line(1)
+    assert "warming up" not in optimizer_line(1)
     continued = optimizer_line(2)
-    assert "rises" not in continued and "learning rate" in continued
+    assert "warming up" not in continued and "learning rate" in continued

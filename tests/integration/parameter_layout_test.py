@@ -83,7 +83,7 @@ def test_parameters_without_elements_are_refused_at_stage_3(is_constructed_parti
         3,
         is_constructed_partitioned=is_constructed_partitioned,
     )
-    assert re.search("'empty' has no elements.*\"stage\": 2", side.refusal())
+    assert re.search("'empty' is empty.*\"stage\": 2", side.refusal())
 
 
 def test_parameters_of_any_shape_and_layout_are_saved_recovered_resized_and_exported(

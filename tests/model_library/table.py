@@ -62,8 +62,8 @@ NOTES = [
         "rounding: `gradient_descent` differs as much from itself if its sparse gradients are "
         "added to zeros, in another order",
     ),
-    Note(r"refused: .* has no elements", "refused: a parameter without elements, at stage 3"),
-    Note(r"refused: .*'multi'", "refused: the optimizer `multi`, at stages 1 to 3"),
+    Note(r"refused: .* is empty", "refused: a parameter without elements, at stage 3"),
+    Note(r"refused: .*[\"']multi[\"']", "refused: the optimizer `multi`, at stages 1 to 3"),
     Note(
         r"refused: 'model\.[\w.]*sparse\w*' is true",
         "refused: sparse gradients, at stages 1 to 3",
@@ -76,7 +76,7 @@ NOTES = [
 
 
 # What the training configs may be refused for.
-REFUSALS = r"sparse\w*' is true|'multi'|adafactor|ddp_accelerator|'evaluate_on_test'"
+REFUSALS = r"sparse\w*' is true|[\"']multi[\"']|adafactor|ddp_accelerator|'evaluate_on_test'"
 
 
 def wrongly_refused(messages: Dict[str, str]) -> List[str]:

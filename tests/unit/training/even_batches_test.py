@@ -2,6 +2,7 @@
 
 from typing import Any, Dict, Iterator, List
 
+import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
 
@@ -63,3 +64,20 @@ def test_ranks_with_fewer_batches_go_on_with_what_does_not_count() -> None:
     first, second = run_workers(2, work)
     assert first[0] == [True, True, True] and second[0] == [True, False, False]
     assert "A worker has no validation data" in first[1] and first[1] == second[1]
+
+
+class ModelOfFormerVersion:
+    validates_whole_set = True
+
+    def filler(self, batch: Batch) -> Batch:
+        return batch
+
+
+class SubclassOfFormerVersion(Model, ModelOfFormerVersion):
+    pass
+
+
+@pytest.mark.parametrize("model", [ModelOfFormerVersion(), SubclassOfFormerVersion()])
+def test_the_former_name_of_dummy_batch_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigurationError, match="'dummy_batch'"):
+        with_even_batches(LazyLoader(1), model, CPU)
