@@ -19,14 +19,14 @@ PATH = Path(__file__).with_suffix(".md")
 
 _HEAD = """# Reference
 
-This page answers what each key of `trainer`, `trainer.checkpointer`, `distributed` and [language
-models](#language-models) means. [Configuration](configuration.md) has the presets, and how
-AllenNLP's keys and DeepSpeed's fill each other.
+This page describes each key of `trainer`, `trainer.checkpointer`, `distributed` and [language
+models](#language-models). [Configuration](configuration.md) has the presets, and explains how
+AllenNLP's keys and DeepSpeed's are combined.
 
 ## `trainer`
 
-Keys that are new, or mean more than in AllenNLP. Every other key of AllenNLP's
-[trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/) means the same.
+These keys are new, or extend a key of AllenNLP. All others have the meaning of AllenNLP's
+[trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/).
 `distributed`, `trainer.cuda_device`, `trainer.num_epochs` and the batch sizes of data loaders may
 change with `--recover` too. Schedules follow the new number of epochs.
 """
@@ -34,7 +34,7 @@ change with `--recover` too. Schedules follow the new number of epochs.
 _CHECKPOINTER = """
 ## `trainer.checkpointer`
 
-Its `"type"` is `"deepspeed"`, the default. All values may change with `--recover`.
+Its `"type"` is `"deepspeed"` unless set. All values may change with `--recover`.
 """
 
 

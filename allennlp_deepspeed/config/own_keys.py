@@ -41,8 +41,8 @@ TRAINER_KEYS: Dict[str, Key] = {
     "deepspeed_config": Key(
         OBJECT,
         default="zero_2",
-        doc="A [preset's name](configuration.md#presets), a preset with changes, or "
-        "[DeepSpeed's schema](https://www.deepspeed.ai/docs/config-json).",
+        doc="The name of a [preset](configuration.md#presets), a preset with changes, or a "
+        "config in [DeepSpeed's schema](https://www.deepspeed.ai/docs/config-json).",
         may_change=(
             "activation_checkpointing",
             "gradient_accumulation_steps",
@@ -60,7 +60,7 @@ TRAINER_KEYS: Dict[str, Key] = {
     "num_gradient_accumulation_steps": Key(
         Union[PositiveInt, Literal["auto"], None],
         default=None,
-        doc="The number of micro-batches in an optimizer step. `null` takes DeepSpeed's "
+        doc="The number of micro-batches in an optimizer step. `null` means DeepSpeed's "
         '`gradient_accumulation_steps`, or 1 if that is unset too. `"auto"` needs a '
         "`global_batch_size`.",
         advice='must be an integer, at least 1, or "auto"',
@@ -70,8 +70,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         Optional[PositiveInt],
         default=None,
         doc="The number of instances in an optimizer step, over all workers. Needs "
-        '`"num_gradient_accumulation_steps": "auto"`: the first step finds the largest '
-        "micro-batch that fits into memory ([automatic micro-batch "
+        '`"num_gradient_accumulation_steps": "auto"`: the trainer then finds the '
+        "largest micro-batch that fits into memory ([automatic micro-batch "
         "size](global_batch.md)).",
         advice="must be an integer, at least 1",
         may_change=True,
@@ -79,12 +79,12 @@ TRAINER_KEYS: Dict[str, Key] = {
     "gradient_synchronization": Key(
         Literal["auto", "step", "micro_batch"],
         default="auto",
-        doc="When gradients are reduced, with several micro-batches in a step. The numbers "
-        'are the same. `"step"` reduces once per optimizer step; each worker '
-        'accumulates an unsharded gradient until then. `"micro_batch"`, at stages 2 and'
-        ' 3, reduces in each backward pass: less memory, more traffic. `"auto"` is '
-        '`"step"` if an unsharded gradient fits into half of the memory that is free on'
-        " every worker after the first step "
+        doc="When gradients are reduced, if a step has several micro-batches. Results "
+        'don\'t depend on it. `"step"` reduces once per optimizer step; each worker '
+        'accumulates an unsharded gradient until then. `"micro_batch"`, at stages 2 '
+        "and 3, reduces in each backward pass, which takes less memory and more "
+        'communication. `"auto"` is `"step"` if an unsharded gradient fits into half '
+        "of the memory that is free on every worker after the first step "
         "([communication](communication.md#gradient-accumulation)).",
         advice='must be "auto", "step" (formerly "boundary") or "micro_batch"; shares and regular '
         "expressions are no longer possible",
@@ -93,20 +93,20 @@ TRAINER_KEYS: Dict[str, Key] = {
     "grad_cache": Key(
         Optional[GradCacheSettings],
         default=None,
-        doc="Gradient caching for a [contrastive model](contrastive.md): the gradient of "
-        'the full batch, if its activations don\'t fit into memory. `{"chunk_size": 32}`'
-        " encodes 32 examples at a time on each worker. `chunk_size` may also be a "
-        'number for each argument of `encode`, such as `{"query": 64, "document": 16}`,'
-        ' or `"auto"`, the largest that fits.',
+        doc="Gradient caching for a [contrastive model](contrastive.md): computes the "
+        'gradient of a batch whose activations don\'t fit into memory. `{"chunk_size": '
+        "32}` encodes 32 examples at a time on each worker. `chunk_size` may also be a "
+        'number for each argument of `encode`, such as `{"query": 64, "document": '
+        '16}`, or `"auto"`, the largest that fits.',
         advice='must be an object, such as {"chunk_size": 32}',
         may_change=True,
     ),
     "resume": Key(
         Optional[Literal["auto"]],
         default=None,
-        doc='`"auto"` starts a training, or resumes it if the serialization directory has a'
-        " checkpoint of it, with `--recover` or without. For job queues that start the "
-        "same command again, and for torchrun's `--max-restarts`.",
+        doc='`"auto"` resumes if the serialization directory has a checkpoint of the run, '
+        "and starts the run otherwise. `--recover` isn't needed. For job queues that "
+        "start the same command again, and for torchrun's `--max-restarts`.",
         advice='must be "auto" or null',
         may_change=True,
     ),
@@ -138,10 +138,10 @@ TRAINER_KEYS: Dict[str, Key] = {
     "use_amp": Key(
         Optional[bool],
         default=None,
-        doc="`true` computes in bf16 if the device can, else in fp16, unless "
-        "`deepspeed_config` sets a "
-        "[precision](configuration.md#batch-size-gradient-clipping-mixed-precision). On "
-        "CPUs too. `null` leaves it to `deepspeed_config`. `false` is fp32.",
+        doc="`true` computes in bf16, on CPUs too, or in fp16 on devices without bf16. It has no "
+        "effect if `deepspeed_config` sets a "
+        "[precision](configuration.md#batch-size-gradient-clipping-mixed-precision). "
+        "`null` leaves the precision to `deepspeed_config`. `false` means fp32.",
         advice="must be true, false or null",
     ),
     "grad_scaling": Key(
@@ -153,16 +153,17 @@ TRAINER_KEYS: Dict[str, Key] = {
     "moving_average": Key(
         OBJECT,
         default=None,
-        doc="As in AllenNLP, of the fp32 weights. Each worker averages its shard.",
+        doc="As in AllenNLP. The average is of the fp32 weights, and each worker computes "
+        "that of its shard.",
     ),
     "reshard_after_micro_batch": Key(
         Union[bool, Literal["auto"]],
         default="auto",
         doc="At ZeRO stage 3 with several micro-batches in a step: whether parameters are "
         "resharded after each micro-batch. `false` leaves them gathered on each worker "
-        "until the step ends, as FSDP2's `set_reshard_after_backward(False)`. The "
-        'numbers are the same. `"auto"` is `false` if all parameters fit into half of '
-        "the memory that is free on every worker after the first two steps "
+        "until the step ends, like FSDP2's `set_reshard_after_backward(False)`. "
+        'Results don\'t depend on it. `"auto"` is `false` if all parameters fit into '
+        "half of the memory that is free on every worker after the first two steps "
         "([communication](communication.md#gathering-parameters-reshard_after_micro_batch)).",
         advice='must be true, false or "auto"',
         may_change=True,
@@ -170,9 +171,9 @@ TRAINER_KEYS: Dict[str, Key] = {
     "sequence_parallel_size": Key(
         PositiveInt,
         default=1,
-        doc="The number of neighbouring workers that share each sequence "
+        doc="The number of consecutive ranks that share each sequence "
         "([Ulysses](https://arxiv.org/abs/2309.14509)). They read the same data, and "
-        'count as one worker in batch sizes. For `"causal_lm"` ([long '
+        'count as one worker in batch sizes. Only for `"causal_lm"` ([long '
         "sequences](long_sequences.md)).",
         advice="must be an integer, at least 1",
         may_change=True,
@@ -182,8 +183,9 @@ TRAINER_KEYS: Dict[str, Key] = {
         default=None,
         doc='With `{"modules": ["mlp$"], "num_tiles": 8}`, modules whose names match a '
         "regular expression compute a sequence in 8 parts, one after the other, and "
-        "recompute them in the backward pass. For modules that compute each position by"
-        " itself, such as feed-forward layers ([long sequences](long_sequences.md)).",
+        "recompute them in the backward pass. Only for modules that process positions "
+        "independently, such as feed-forward layers ([long "
+        "sequences](long_sequences.md)).",
         advice='must have "modules", regular expressions for the names of modules, such as '
         '["mlp$"], and "num_tiles", a number',
         may_change=True,
@@ -204,10 +206,11 @@ TRAINER_KEYS: Dict[str, Key] = {
         Union[bool, TorchCompile, None],
         default=None,
         doc="`true`, or arguments of "
-        "[`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html):"
-        " `backend`, `mode`, `dynamic`, `fullgraph`, `options`, `recompile_limit`. "
-        "Compiles forward and backward pass of the model; at stage 3 of each module "
-        "that `zero_optimization.leaf_module` names ([compiled models](compile.md)).",
+        "[`torch.compile`](https://docs.pytorch.org/docs/stable/generated/torch.compile.html): "
+        "`backend`, `mode`, `dynamic`, `fullgraph`, `options`, `recompile_limit`. "
+        "Compiles the forward and backward pass of the model. At stage 3 it compiles "
+        "only the modules that `zero_optimization.leaf_module` names ([compiled "
+        "models](compile.md)).",
         advice="must be true, or an object with arguments of `torch.compile`, such as "
         '{"mode": "max-autotune", "dynamic": true}',
         may_change=True,
@@ -250,29 +253,29 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
     "save_on_preemption": Key(
         bool,
         default=False,
-        doc="On SIGTERM, saves a checkpoint after the current optimizer step, before "
-        "training ends. Not on Ctrl-C.",
+        doc="On SIGTERM, but not on Ctrl-C, saves a checkpoint after the current optimizer "
+        "step, before training ends.",
     ),
     "async_save": Key(
         bool,
         default=False,
-        doc="Training waits only for a copy in CPU memory; the files are written from it "
-        "while training continues. It needs the memory of what a worker saves once "
-        "more.",
+        doc="Copies the checkpoint to CPU memory, and writes the files from this copy "
+        "while training continues. The copy takes as much CPU memory as the worker's "
+        "files.",
     ),
     "exclude_frozen_parameters": Key(
         bool,
         default=False,
         doc="Leaves frozen parameters out of checkpoints, which become small with LoRA. A "
-        "resumed run takes them from the newly constructed model, and is refused unless"
-        " they are bitwise the same.",
+        "resumed run uses those of the newly constructed model, and is refused unless "
+        "they are bitwise the same.",
     ),
     "on_corrupt": Key(
         Literal["error", "previous"],
         default="error",
-        doc='If a file of the newest checkpoint is missing or damaged: `"error"`, or '
-        '`"previous"` to rename the checkpoint to `....corrupt` and resume from the '
-        "newest intact one.",
+        doc="What to do if a file of the newest checkpoint is missing or damaged. "
+        '`"error"` stops. `"previous"` renames the checkpoint to `....corrupt`, and '
+        "resumes from the newest intact one.",
     ),
 }
 """The keys under "checkpointer", except its "type"."""
@@ -282,7 +285,7 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
         _Seconds,
         default=600,
         doc="The number of seconds that a collective, of gloo or NCCL, waits for the other "
-        "ranks. After it the training ends.",
+        "ranks before training ends with an error.",
         advice="must be a number of seconds above 0",
     ),
     "rendezvous_timeout": Key(
@@ -294,32 +297,32 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
     "shutdown_timeout": Key(
         _Seconds,
         default=120,
-        doc="The number of seconds that workers have to leave after SIGTERM or Ctrl-C, "
-        "including a checkpoint. After it they are killed.",
+        doc="The number of seconds after SIGTERM or Ctrl-C in which workers must exit, "
+        "including the time to save a checkpoint. Then they are killed.",
         advice="must be a number of seconds above 0",
     ),
     "max_restarts": Key(
         Annotated[int, Field(ge=0)],
         default=0,
         doc="How often all workers are restarted from the newest checkpoint when one of "
-        "them fails. An error in the config, and a step that fails twice, end the "
-        "training ([restarts](several_machines.md#restarts)).",
+        "them fails. Training ends without a restart after an error in the config, or "
+        "if the same step fails twice ([restarts](several_machines.md#restarts)).",
         advice="must be an integer, at least 0",
     ),
     "min_nodes": Key(
         Optional[PositiveInt],
         default=None,
-        doc="Trains on `min_nodes` to `num_nodes` nodes: a lost node is removed, a joining "
-        "one is added ([elastic nodes](several_machines.md#elastic-nodes)). Needs a "
-        "`global_batch_size` and a shared serialization directory. If unset, all nodes "
-        "must be there.",
+        doc="Trains on `min_nodes` to `num_nodes` nodes: lost nodes are removed, and new "
+        "nodes can join ([elastic nodes](several_machines.md#elastic-nodes)). Needs a "
+        "`global_batch_size` and a shared serialization directory. If unset, all "
+        "`num_nodes` nodes are required.",
         advice="must be an integer, at least 1",
     ),
     "rendezvous_endpoint": Key(
         Optional[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]],
         default=None,
-        doc="`host:port` of a store where the nodes meet, as torchrun's `--rdzv-endpoint`. "
-        "If unset, the store is on node 0, at `primary_address` and `primary_port`.",
+        doc="`host:port` of the rendezvous store, like torchrun's `--rdzv-endpoint`. If "
+        "unset, the store is on node 0, at `primary_address` and `primary_port`.",
         advice='must be "host:port"',
     ),
 }

@@ -64,11 +64,11 @@ class CausalLM(TokenLossModel):
         Instead of `model_name`: the configuration of a model with random weights, such as
         `{"model_type": "llama", "hidden_size": 256}`.
     tokenizer : `str`, optional (default = `None`)
-        The name, the directory or the GGUF file of the tokenizer that is archived. `None` means the
-        reader's tokenizer, and a different one is refused. Without a reader it is that of
+        The tokenizer that is saved in the archive: a name, a directory or a GGUF file. By default
+        it is the reader's, and must not differ from it. Without a reader the default is that of
         `model_name`.
     load_weights : `bool`, optional (default = `True`)
-        Whether to load the weights of `model_name`. It is `False` when an archive is loaded.
+        Whether to load the weights of `model_name`. Set to `False` when an archive is loaded.
     lora : `Dict[str, Any]`, optional (default = `None`)
         Adds trainable low-rank adapters to the transformer and freezes its weights. The keys are
         those of `peft`'s [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora),
@@ -78,8 +78,8 @@ class CausalLM(TokenLossModel):
         `from_config`, such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`; the
         default is fp32.
     resize_embeddings : `bool`, optional (default = `False`)
-        Whether to add embeddings for tokens of the tokenizer that the model has none for. They are
-        initialized with the mean of the others.
+        Whether to add embeddings for tokens that the tokenizer has and the model hasn't. They are
+        initialized with the mean of the existing ones.
     loss_chunk_size : `int`, optional (default = `1024`)
         The number of positions whose logits are in memory at a time.
     regularizer : `RegularizerApplicator`, optional (default = `None`)

@@ -54,14 +54,14 @@ class CausalLMReader(DatasetReader):
 
     tokenizer : `str`, required.
         The name of a pretrained model or its directory, or a file that ends in `.gguf`. It is saved
-        in the archive, and loaded from there with it.
+        in the archive. An archive is loaded with the saved one.
     max_length : `int`, optional (default = `None`)
         Truncates examples to this number of tokens. The number of truncated examples is logged for
         each file.
     loss_on : `str`, optional (default = `"all"`)
         The tokens with a loss: `"all"`, or `"responses"` only. In messages, responses are the text
         between the `{% generation %}` marks of the chat template. Without marks they are the
-        messages of the assistant with their ending in the template.
+        assistant's messages, including the tokens with which the template ends them.
     pack : `bool`, optional (default = `False`)
         Whether to pack short examples into sequences of up to `max_length` tokens. Examples don't
         attend to each other. Each worker then tokenizes all examples, so that sequences don't
