@@ -150,7 +150,7 @@ def test_a_command_that_is_not_given_all_parts_names_the_hosts(train: Callable[[
     assert "`allennlp deepspeed gather DIRECTORY DIRECTORY" in run.output
     run = allennlp("deepspeed", "gather", part, "--output", part + "-out")
     assert run.returncode == 1
-    assert "without the files of ranks 2, 3 (written on host-1)" in run.output
+    assert "the files of ranks 2, 3 (written on host-1) are missing" in run.output
 
 
 def check_refused(runs: List[Run], *messages: str) -> None:
@@ -166,8 +166,8 @@ def test_other_ranks_are_refused_with_the_hosts_that_have_the_files(
     training = train(3)
     check_refused(
         training.recover(training.directories[::-1]),
-        "has the files of ranks 2, 3 (written on host-1), of 4, where ranks 0, 1 on host-0 of 4",
-        "has the files of ranks 0, 1 (written on host-0), of 4, where ranks 2, 3 on host-1 of 4",
+        "has the files of ranks 2, 3 (written on host-1), of 4, but ranks 0, 1 on host-0 of 4 are",
+        "has the files of ranks 0, 1 (written on host-0), of 4, but ranks 2, 3 on host-1 of 4 are",
     )
     for directory in training.directories:
         assert (directory / NEWEST).is_dir()
