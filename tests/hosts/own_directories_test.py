@@ -189,5 +189,5 @@ def test_another_number_of_workers_is_refused(train: Callable[[int], Training]):
     training = train(3)
     check_refused(
         training.recover(training.directories, cuda_devices=[-1]),
-        "has the files of ranks 0, 1 (written on host-0), of 4, where rank 0 on host-0 of 2 are",
+        "has the files of ranks 0, 1 (written on host-0), of 4, but rank 0 on host-0 of 2 are",
     )

@@ -32,7 +32,7 @@ def test_one_host_makes_the_directory_and_all_continue_in_it(
     assert_same_metrics(shared.metrics_of_epochs(), expected.metrics_of_epochs(), tolerance=0)
     log = (shared.serialization_dir / "out_worker2_host-1.log").read_text()
     assert all(line.startswith("2 host-1 | ") for line in log.splitlines() if " - INFO - " in line)
-    assert "All ranks share one serialization directory. 'deepspeed_config" in log
+    assert "All ranks share one serialization directory. 'trainer.deepspeed_config" in log
 
     for run in two_hosts.train(config, directories):
         assert run.returncode == 1

@@ -382,7 +382,11 @@ class Unknown(Model):
     "refused, callbacks, message",
     [
         (Unknown, [], "it is unknown what the loss of Unknown is averaged over"),
-        (Normalizing, [], r"can't be used with BatchNorm1d \('normalization'\)"),
+        (
+            Normalizing,
+            [],
+            r"BatchNorm1d \('normalization'\) computes statistics over a micro-batch",
+        ),
         (MeanOverTokens, [GoesBackward("")], "callback GoesBackward has 'on_backward', but with"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_config_without_adapters():
         ({"rank": 4}, "peft refuses .*A token embedder of type 'lora': .*'rank'"),
         ({"r": 0}, "peft refuses .*: .*r.*positive"),
         ({"target_modules": ["keys"]}, "peft refuses .*: Target modules .*keys.* not found"),
-        ({"init_lora_weights": "pissa"}, "changes the weights of the transformer itself"),
+        ({"init_lora_weights": "pissa"}, "changes the transformer's weights"),
         ({"inference_mode": True}, "has the key 'inference_mode', which freezes the adapters: r"),
         ({"alora_invocation_tokens": [3]}, "'alora_invocation_tokens', which has an effect in"),
         ({"eva_config": {"rho": 2.0}}, "'eva_config', which is for a value of 'init_lora_weights'"),
