@@ -3,6 +3,7 @@ Counts what crosses the network.
 """
 
 import itertools
+import re
 from collections import defaultdict
 from typing import Any, Dict, List, NamedTuple, Optional, Set
 
@@ -93,7 +94,8 @@ class _Count:
         self._suffix = suffix
 
     def __call__(self, args: Any) -> None:
-        name = args.name.name.lower()
+        # Since 2.15 hooks tell variants apart, such as "allgather_base".
+        name = re.sub("(_into)?(_tensor)?_(base|coalesced)$", "", args.name.name.lower())
         counts = self._traffic[_NAMES.get(name, name) + self._suffix]
         counts[0] += 1
         counts[1] += max(num_bytes(args.input_tensors), num_bytes(args.output_tensors))
