@@ -16,13 +16,14 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit messages coverage soak cross fuzz architectures upstream upstream-models-library bench gpu lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures upstream upstream-models-library bench gpu lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
 	@echo "make test    run the test suite, but for what takes long (about 40 minutes on 2 cores)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
+	@echo "make test-newest  run unit tests and some trainings with the newest PyTorch, transformers and DeepSpeed, in an environment of its own"
 	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, take nodes out of 40 elastic ones, and run the long tests (about an hour)"
@@ -53,6 +54,21 @@ demo-llm: $(VENV)/installed-llm
 
 test-unit: $(VENV)/installed
 	pytest -n 2 tests/unit
+
+# In an environment with its own operators of DeepSpeed. If pip's configuration caps a version,
+# `PIP_CONSTRAINT=/dev/null make test-newest` lifts the cap.
+NEWEST := torch torchvision transformers deepspeed
+# Unit tests find changed names and arguments, tests/upstream finds workarounds that aren't needed any
+# more. The others train: language models, LoRA, `torch.compile`, and by the command at each stage, from
+# checkpoints, and with collectives counted. The rest of the suite tests more of this package's own logic.
+TESTS_OF_NEWEST := tests/unit tests/upstream \
+    $(patsubst %,tests/integration/%_test.py,language_model lora torch_compile weight_changes) \
+    $(patsubst %,tests/end_to_end/%_test.py,parity checkpoint causal_lm gradient_synchronization)
+test-newest: export PATH := $(CURDIR)/$(VENV)/newest/bin:$(PATH)
+test-newest: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/newest/torch_extensions
+test-newest: $(VENV)/newest/installed
+	python -m pip list | grep -E "^($(subst $() ,|,$(NEWEST))) "
+	pytest -n 2 $(TESTS_OF_NEWEST)
 
 # The changes are to be read before they are committed.
 messages: $(VENV)/installed
@@ -164,6 +180,15 @@ $(VENV)/installed: requirements.txt setup.py allennlp_deepspeed.pth allennlp_dee
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --no-deps -r requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+# PyTorch brings the libraries of CUDA and Triton that it needs.
+$(VENV)/newest/installed: requirements.txt setup.py
+	test -x $(VENV)/newest/bin/python || $(PYTHON) -m venv $(VENV)/newest
+	grep -vE "^($(subst $() ,|,$(NEWEST))|triton|cuda-.*|nvidia-.*)==" requirements.txt > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --no-deps -r $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --upgrade $(NEWEST)
+	$(@D)/bin/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/docs/installed: requirements-docs.txt
