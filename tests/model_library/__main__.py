@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Tuple
 
@@ -58,8 +57,11 @@ def verdict(reference: Any, outcome: Any) -> str:
 
 
 def difference(reference: Any, outcome: Any) -> float:
-    """Returns the norm of the difference of all weights, divided by that of the update."""
-    if outcome.weights is None:
+    """
+    Returns the norm of the difference of all weights, divided by that of the update; infinity if
+    either training failed.
+    """
+    if reference.weights is None or outcome.weights is None:
         return math.inf
     update = sum(_squares(reference.weights, reference.initial).values())
     if update == 0:
@@ -237,15 +239,13 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for name in ("allennlp", "allennlp_deepspeed", "allennlp_models", "DeepSpeed", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    start = time.time()
     heading = {**report.heading(2, "transformers", "allennlp-models"), "commit": _commit()}
     with stand_ins.hub():
         results = run(arguments)
         configs = {} if arguments.only else check_training_configs()
     if not arguments.only:
-        minutes = (time.time() - start) / 60
         raw = {**heading, "results": results, "training_configs": configs}
-        text = markdown(heading, results, configs, minutes)
+        text = markdown(heading, results, configs)
         report.write(arguments.output.resolve(), "models_library", raw, text)
     unexplained = [
         (name, *cell)

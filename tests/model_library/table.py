@@ -101,7 +101,6 @@ def markdown(
     heading: Dict[str, Any],
     results: Dict[str, Dict[str, str]],
     configs: Dict[str, Dict[str, str]],
-    minutes: float,
 ) -> str:
     used: List[int] = []
     rows = [_row(name, verdicts, used) for name, verdicts in sorted(results.items())]
@@ -138,8 +137,7 @@ def markdown(
         f"`allennlp deepspeed check` on the library's {len(configs)} training configs, with the "
         "trainer's type changed and two workers, at stages 0, 2 and 3, refuses:",
         report.table(["training config", "stages", "message"], _refused(configs)),
-        f"{report.describe(heading, with_workers=False)} Commit {heading['commit']}. "
-        f"{minutes:.0f} minutes.",
+        f"{report.describe(heading, with_workers=False)} Commit {heading['commit']}.",
     )
 
 

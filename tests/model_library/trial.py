@@ -31,7 +31,7 @@ from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.launch import preflight
 from tests.model_library.experiments import seed
 
-TIME_LIMIT = 180  # seconds
+TIME_LIMIT = 600  # seconds
 GRACE = 5
 
 Weights = Dict[str, Any]
