@@ -206,7 +206,7 @@ def test_a_table_has_the_change_against_the_best() -> None:
     rows = [line.split() for line in as_text(table).splitlines()]
     assert rows == [
         ["Epoch", "3/4"],
-        ["training", "validation", "best", "before", "change"],
+        ["training", "validation", "previous", "best", "change"],
         ["accuracy", "0.5", "0.625", "0.75", "-0.125"],
         ["loss", "1.5", "1.25", "+0.25"],
     ]
