@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.contrastive import ContrastiveModel
+from tests.support import workers
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, state_arrays
 
@@ -237,7 +238,10 @@ class Squares(Model):
         return {"loss": (inputs - torch.tanh(inputs * self.weight)).square().mean()}
 
 
-def test_generated_code_trains_to_the_same() -> None:
+def test_generated_code_trains_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first kernel compiles PyTorch's headers, which takes half a minute of a core.
+    monkeypatch.setattr(workers, "TIME_LIMIT", 180)
+
     def batches(rank: int) -> List[Dict[str, torch.Tensor]]:
         return [{"inputs": torch.linspace(-2, 1 + i, 3 * DIM).view(3, DIM)} for i in range(3)]
 
