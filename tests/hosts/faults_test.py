@@ -1,18 +1,15 @@
 """What the hosts of tests/support/hosts.py are, and the faults that they can have."""
 
-import os
 import signal
 import socket
 import time
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, Callable, Set
+from typing import Any, Callable
 
 import psutil
 import pytest
 
-from tests.support.experiment import deepspeed, load_config
-from tests.support.hosts import Host, Hosts, missing_right, wait_for_all, write_config
+from tests.support.hosts import Host, Hosts, missing_right
 
 
 def on(host: Host, function: Callable[..., Any], *args: Any) -> Any:
@@ -81,38 +78,6 @@ def test_hosts_reach_one_another_until_a_link_is_cut(make_hosts: Callable[[int],
     server.join(10)
     assert server.exitcode == -signal.SIGKILL
     assert not any(psutil.pid_exists(host.holder) for host in hosts.hosts)
-
-
-def test_a_host_can_come_late_be_frozen_and_be_killed(two_hosts: Hosts, tmp_path: Path):
-    config = {**deepspeed(load_config("classifier"), 0), "distributed": two_hosts.distributed()}
-    directories = [tmp_path / "0", tmp_path / "1"]
-    path = write_config(config, directories[0])
-    first = two_hosts[0].train(path, directories[0])
-    first.wait_until_it_prints("zero_force_ds")
-    second = two_hosts[1].train(path, directories[1])
-    commands = [first, second]
-    first.wait_until_it_prints("Beginning training")
-
-    first.signal(signal.SIGSTOP)
-    while states_of(first.pid) != {psutil.STATUS_STOPPED}:
-        time.sleep(0.01)  # each stops when it is next scheduled
-    first.signal(signal.SIGCONT)
-
-    for command in commands:
-        command.signal(signal.SIGKILL)
-    for run in wait_for_all(commands, time_limit=10):
-        assert (run.returncode, run.processes, run.timed_out) == (-signal.SIGKILL, [], False)
-
-
-def states_of(session: int) -> Set[str]:
-    states: Set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session:
-                states.add(process.status())
-        except (OSError, psutil.NoSuchProcess):
-            pass
-    return states
 
 
 def test_there_is_a_reason_where_hosts_can_not_be_made(monkeypatch: pytest.MonkeyPatch):

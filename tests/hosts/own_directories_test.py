@@ -43,9 +43,8 @@ class Training:
     def checkpoint(self, host: int) -> Path:
         return self.directories[host] / NEWEST
 
-    def recover(self, directories: List[Path], **distributed: Any) -> List[Run]:
-        config = {**self.config, "distributed": {**self.hosts.distributed(), **distributed}}
-        return self.hosts.train(config, directories, "--recover")
+    def recover(self, directories: List[Path]) -> List[Run]:
+        return self.hosts.train(self.config, directories, "--recover")
 
     def check_same_end(self, runs: List[Run], directories: List[Path]) -> None:
         for run, directory in zip(runs, directories):
@@ -182,12 +181,4 @@ def test_without_the_files_of_a_host_it_is_said_whose_are_missing(
     check_refused(
         training.recover(training.directories),
         f"{NEWEST} exists for ranks 0, 1 on host-0, and ranks 2, 3 on host-1 have not",
-    )
-
-
-def test_another_number_of_workers_is_refused(train: Callable[[int], Training]):
-    training = train(3)
-    check_refused(
-        training.recover(training.directories, cuda_devices=[-1]),
-        "has the files of ranks 0, 1 (written on host-0), of 4, but rank 0 on host-0 of 2 are",
     )

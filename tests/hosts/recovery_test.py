@@ -12,7 +12,11 @@ from tests.support.hosts import on_one_host
 @pytest.mark.parametrize(
     "is_shared, fault",
     [
-        (False, Fault("full disk", 1, Moment("step 2 of epoch 0", 0.0))),
+        pytest.param(
+            False,
+            Fault("full disk", 1, Moment("step 2 of epoch 0", 0.0)),
+            marks=pytest.mark.soak,
+        ),
         (True, Fault("cut for a while", 1, Moment("step 2 of epoch 0", 0.0), seconds=2.0)),
     ],
 )

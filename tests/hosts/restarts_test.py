@@ -16,23 +16,16 @@ from tests.support.experiment import (
 from tests.support.hosts import Hosts, on_one_host, write_config
 
 CONFIG = deepspeed(load_config("classifier"), 2)
-KILL = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 3}
+KILL = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 3, "point": "step 2 of epoch 1"}
+KILL["after"] = "checkpoint_e1_b0"
 
 
-@pytest.mark.parametrize(
-    "point, after, flags",
-    [
-        ("step 2 of epoch 1", "checkpoint_e1_b0", []),
-        ("step 2 of epoch 1", "checkpoint_e1_b0", ["--force"]),
-        ("step 2 of epoch 0", None, ["--force"]),
-    ],
-)
+@pytest.mark.parametrize("flags", [[], ["--force"]], ids=["no flag", "force"])
 def test_a_killed_worker_is_replaced_on_all_hosts(
-    experiments: Experiments, two_hosts: Hosts, tmp_path: Path, point: str, after: str, flags: list
+    experiments: Experiments, two_hosts: Hosts, tmp_path: Path, flags: list
 ) -> None:
-    kill = {**KILL, "point": point, "after": after}
     distributed = {**two_hosts.distributed(), "max_restarts": 1}
-    trainer = {**CONFIG["trainer"], "callbacks": ["record_steps", kill]}
+    trainer = {**CONFIG["trainer"], "callbacks": ["record_steps", KILL]}
     directory = tmp_path / "shared"
     if flags:
         directory.mkdir()

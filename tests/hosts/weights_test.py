@@ -13,7 +13,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import Hosts, on_one_host
+from tests.support.hosts import Hosts
 
 SGD: Dict[str, Any] = {
     "model.encoder.hidden_size": 32,
@@ -42,4 +42,3 @@ def test_two_hosts_train_to_the_weights_of_one_with_all_the_workers(
     weights = Result(directories[0]).weights()
     assert_same_weights(weights, Result(directories[1]).weights(), tolerance=0)
     assert_same_weights(weights, experiments.run(plain).weights())
-    assert_same_weights(weights, experiments.run(on_one_host(config)).weights(), tolerance=0)
