@@ -154,11 +154,11 @@ DEEPSPEED_OPTIMIZER: Config = {
                     ],
                 },
                 "learning_rate_scheduler": {"type": "slanted_triangular"},
+                "no_grad": ["bias_hh"],
             },
             {},
-            {"sub_group_size": 150},
+            {"sub_group_size": 150, "stage3_param_persistence_threshold": 100},
         ),
-        (3, {"no_grad": ["bias_hh"]}, {}, {"stage3_param_persistence_threshold": 100}),
         (3, {"no_grad": ["token_embedder"]}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
     ],
 )
