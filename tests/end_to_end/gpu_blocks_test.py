@@ -4,7 +4,12 @@ import json
 from pathlib import Path
 from typing import List
 
+import pytest
+
 from tests.support.command import python
+
+# Two to three minutes each.
+pytestmark = pytest.mark.soak
 
 
 def run_blocks(directory: Path, *blocks: str) -> List[List[str]]:
