@@ -88,6 +88,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 def test_the_tutorial_runs(directory: Path) -> None:
     notebook = nbformat.read(REPOSITORY / "demo" / "tutorial.ipynb", as_version=4)
     for cell in notebook.cells:
@@ -110,6 +111,7 @@ def test_the_tutorial_runs(directory: Path) -> None:
     assert (directory / "output" / "tutorial" / "report.html").stat().st_size > 1_000_000
 
 
+@pytest.mark.soak
 def test_hyperparameters_are_searched_in_one_process(directory: Path) -> None:
     short = json.dumps({"data_loader.batches_per_epoch": 3, "trainer.num_epochs": 3})
     script = REPOSITORY / "demo" / "search.py"
