@@ -238,6 +238,7 @@ class Squares(Model):
         return {"loss": (inputs - torch.tanh(inputs * self.weight)).square().mean()}
 
 
+@pytest.mark.soak
 def test_generated_code_trains_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first kernel compiles PyTorch's headers, which takes half a minute of a core.
     monkeypatch.setattr(workers, "TIME_LIMIT", 180)
