@@ -5,7 +5,6 @@ import pytest
 from tests.support.experiment import (
     Experiments,
     assert_same_run,
-    assert_same_weights,
     deepspeed,
     load_config,
 )
@@ -26,15 +25,3 @@ def test_a_callback_that_changes_gradients_sees_those_of_all_ranks(
         },
     )
     assert_same_run(experiments.run(deepspeed(config, stage)), experiments.run(config))
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_callback_may_go_backward_more_than_once(experiments: Experiments, stage: int):
-    # Not against `gradient_descent`: DistributedDataParallel doesn't reduce a second backward pass.
-    once = load_config("tagger", WORKERS)
-    twice = load_config("tagger", WORKERS, {"trainer.callbacks": ["two_backward_passes"]})
-    once["trainer"]["callbacks"] = []
-    assert_same_weights(
-        experiments.run(deepspeed(twice, stage)).weights(),
-        experiments.run(deepspeed(once, 0)).weights(),
-    )
