@@ -107,13 +107,6 @@ def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, t
     ]
 
 
-def test_a_recovered_run_ends_as_an_uninterrupted_one(experiments: Experiments, tmp_path: Path):
-    config = sharded(load_config("tagger", CHECKPOINTS, FOUR_WORKERS), within=2)
-    uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, config, "checkpoint_e1_b2")
-    assert_ends_alike(recovered, uninterrupted)
-
-
 def test_weights_with_offload_are_those_of_plain_stage_3(experiments: Experiments):
     config = load_config("tagger", FOUR_WORKERS, {"trainer.moving_average": {"decay": 0.9}})
     zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
