@@ -78,8 +78,10 @@ def changed(**trainer: object) -> Config:
     return {**LAUNCHED_CONFIG, "trainer": {**LAUNCHED_CONFIG["trainer"], **trainer}}
 
 
-# `torchrun` restarts below.
-@pytest.mark.parametrize("name", ["accelerate", "deepspeed", "srun"])
+# `torchrun` restarts below. Accelerate starts processes by it.
+@pytest.mark.parametrize(
+    "name", [pytest.param("accelerate", marks=pytest.mark.soak), "deepspeed", "srun"]
+)
 def test_a_launchers_processes_train_as_workers_do(
     experiments: Experiments, launched: LaunchedCommands, tmp_path: Path, name: str
 ) -> None:
