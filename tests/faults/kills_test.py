@@ -18,9 +18,7 @@ from tests.faults.trial import References, run_trial
     [
         (0, "plain", "validation", False),
         (2, "async", "commit", True),
-        (2, "async", "accumulation", False),
         (3, "offload", "prune", False),
-        (3, "offload", "clean_up", True),
     ],
 )
 def test_a_killed_run_resumes_exactly(
