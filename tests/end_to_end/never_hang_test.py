@@ -151,11 +151,14 @@ def test_a_worker_that_leaves_does_not_end_one_that_writes_the_archive(tmp_path:
     assert Result(tmp_path / "out").archive.exists()
 
 
-@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGHUP"])
-def test_a_signal_of_the_terminal_with_spawned_workers(tmp_path: Path, signal_name: str):
-    # As a user's are. Most of the time is for imports.
+@pytest.mark.parametrize(
+    "signal_name, command",
+    # The first has spawned workers, as a user's are. Most of the time is for imports.
+    [("SIGINT", subprocess_allennlp), ("SIGHUP", allennlp)],
+)
+def test_a_signal_of_the_terminal(tmp_path: Path, signal_name: str, command: Any):
     signal = callback("send_signal", point=TRAINING, signal_name=signal_name, to="session")
-    run = train(tagger(2, signal), tmp_path, command=subprocess_allennlp)
+    run = train(tagger(2, signal), tmp_path, command=command)
     assert run.returncode != 0
     assert f"{signal_name} received: waiting for the workers" in run.output
     assert Result(tmp_path / "out").archive.exists()
