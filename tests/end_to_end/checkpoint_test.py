@@ -93,7 +93,6 @@ def assert_ends_alike(recovered: Result, uninterrupted: Result) -> None:
         ("checkpoint_e1_b2", 0),
         ("checkpoint_e1_b2", 2),
         ("checkpoint_e1_b2", 3),
-        ("checkpoint_e1_b0", 3),
         ("checkpoint_e2_b0", 2),
     ],
 )
@@ -148,20 +147,11 @@ def test_recovery_after_patience_has_run_out_trains_no_further(
     "stage, sections",
     [
         (0, {"bf16": {"enabled": True}}),
-        (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
         (
-            3,
+            1,
             {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_optimizer": {"device": "cpu"},
-                    "offload_param": {"device": "cpu"},
-                }
-            },
-        ),
-        (
-            2,
-            {
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
                 "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
                 "scheduler": {
                     "type": "WarmupLR",
