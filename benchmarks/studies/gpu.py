@@ -3,15 +3,16 @@ Everything that is to be known of a GPU, in blocks of less than 10 minutes that 
 
 - `tests`: the tests that are marked for GPUs.
 - `parity`: the deepspeed trainer at each stage beside `gradient_descent`.
-- `real`: the models of the study "real", and a decoder of 350 million parameters in bf16 beside
-  bare DeepSpeed, Accelerate, `fully_shard` and Lightning.
+- `real`: the models of the study "real".
+- `decoder`: a decoder of 350 million parameters in bf16 beside bare DeepSpeed, Accelerate,
+  `fully_shard` and Lightning.
 - `optimizers`: fused Adam and AdamW beside those of PyTorch.
 - `compile`: `torch_compile`.
 - `offload`: what it saves in memory, and what it costs in time.
 - `profile`: the share of a step in which the host waits, which is to be less than 2 %.
 
-Writes one line a figure to `benchmarks/results/gpu-<card>.md`, where lines of other blocks stay.
-`--tiny` makes all models tiny, to try the blocks on a CPU.
+Writes one line a figure to `benchmarks/results/gpu-<card>.md` as soon as it is known. Lines of
+other blocks stay there. `--tiny` makes all models tiny, to try the blocks on a CPU.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple
 
 import torch
 
@@ -101,13 +102,19 @@ def run(settings: argparse.Namespace) -> None:
     data = report.read(settings.output, name)
     data.update(report.heading(max(1, torch.cuda.device_count()), "transformers", "accelerate"))
     for block in settings.blocks:
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f"{block}-") as directory:
-            lines = BLOCKS[block](Setting(settings.tiny, Path(directory)))
-        lines.append(Line("seconds of this block", f"{time.monotonic() - start:.0f}"))
+        lines: List[Line] = []
         data.setdefault("blocks", {})[block] = lines
-        report.write(settings.output, name, data, text(card, data))
+        with tempfile.TemporaryDirectory(prefix=f"{block}-") as directory:
+            for line in _timed(BLOCKS[block](Setting(settings.tiny, Path(directory)))):
+                lines.append(line)
+                report.write(settings.output, name, data, text(card, data))
     report.show(text(card, data))
+
+
+def _timed(lines: Iterable[Line]) -> Iterator[Line]:
+    start = time.monotonic()
+    yield from lines
+    yield Line("seconds of this block", f"{time.monotonic() - start:.0f}")
 
 
 def text(card: str, data: Dict[str, Any]) -> str:
@@ -118,7 +125,7 @@ def text(card: str, data: Dict[str, Any]) -> str:
     return report.document(f"On a GPU: {card}", about, *blocks)
 
 
-def tests(setting: Setting) -> List[Line]:
+def tests(setting: Setting) -> Iterator[Line]:
     """Runs the marked tests. On a CPU they are collected and skipped."""
     arguments = ["tests/end_to_end/gpu_test.py", "-m", "gpu", "-q", "--no-header"]
     if not setting.tiny:
@@ -130,29 +137,32 @@ def tests(setting: Setting) -> List[Line]:
         text=True,
     )
     lines = pytest.stdout.strip().splitlines()
-    failed = [Line(line.split(" - ")[0], "failed") for line in lines if line.startswith("FAILED")]
-    return [Line("`pytest -m gpu`", lines[-1].strip("= ")), *failed]
+    if pytest.returncode:
+        print(pytest.stdout)
+    yield Line("`pytest -m gpu`", lines[-1].strip("= "))
+    for line in lines:
+        if line.startswith("FAILED"):
+            yield Line(line.split(" - ")[0], "failed")
 
 
-def parity(setting: Setting) -> List[Line]:
-    losses = {}
+def parity(setting: Setting) -> Iterator[Line]:
+    expected = None
     stages = (3,) if setting.tiny else (0, 1, 2, 3)
     for name, trainer in [
         ("gradient_descent", {}),
         *((f"stage {stage}", _at_stage(stage)) for stage in stages),
     ]:
         out = _train(setting, name.replace(" ", "_"), trainer)
-        losses[name] = json.loads((out / "metrics.json").read_text())["training_loss"]
-    expected = losses.pop("gradient_descent")
-    return [
-        Line(f"loss of {name}, difference from `gradient_descent`", f"{abs(loss - expected):.1e}")
-        for name, loss in losses.items()
-    ]
+        loss = json.loads((out / "metrics.json").read_text())["training_loss"]
+        if expected is None:
+            expected = loss
+            continue
+        what = f"loss of {name}, difference from `gradient_descent`"
+        yield Line(what, f"{abs(loss - expected):.1e}")
 
 
-def profile(setting: Setting) -> List[Line]:
+def profile(setting: Setting) -> Iterator[Line]:
     profiler = {"type": "profiler", "steps": list(range(5, STEPS))}
-    lines = []
     for stage in (3,) if setting.tiny else (0, 2, 3):
         trainer = {**_at_stage(stage), "callbacks": [profiler]}
         (trace,) = (_train(setting, f"stage_{stage}", trainer) / "profile").glob("*_rank_0.json.gz")
@@ -169,8 +179,7 @@ def profile(setting: Setting) -> List[Line]:
         total = max(event["ts"] + event["dur"] for event in phases) - start
         share = f"{waits / total:.1%}"
         what = f"host waits of the steps' time, stage {stage}"
-        lines.append(Line(what, share, "less than 2 % is the aim"))
-    return lines
+        yield Line(what, share, "less than 2 % is the aim")
 
 
 def _at_stage(stage: int) -> Dict[str, Any]:
@@ -190,24 +199,26 @@ def _train(setting: Setting, name: str, trainer: Dict[str, Any]) -> Path:
     return out
 
 
-def real_models(setting: Setting) -> List[Line]:
+def real_models(setting: Setting) -> Iterator[Line]:
     arguments = argparse.Namespace(rounds=2 if setting.tiny else 5, tiny=setting.tiny)
-    lines: List[Line] = []
     for model in ("lora",) if setting.tiny else real.SUBJECTS:
         accumulation = max(real.SUBJECTS[model].accumulation)
         try:
             directory = tempfile.mkdtemp(dir=setting.directory)
             rows = real.measure(model, 2, accumulation, arguments, setting.world_size, directory)
         except (ImportError, SystemExit) as error:
-            lines.append(Line(model, "not run", str(error)))
+            yield Line(model, "not run", str(error))
             continue
-        lines += [_line_of_real_model(row) for row in rows]
+        yield from map(_line_of_real_model, rows)
+
+
+def decoder(setting: Setting) -> Iterator[Line]:
     for stage in (3,) if setting.tiny else (0, 3):
         names = list(DECODER_CONTENDERS)[: 4 if setting.tiny else None]
         contenders = {name: DECODER_CONTENDERS[name] for name in names}
         workload = setting.decoder(stage, accumulation=2)
-        lines += _beside(setting, workload, "ours", contenders, of_reference=True)
-    return [*lines, Line("decoder with FairScale", "not run", "AllenNLP has it without bf16")]
+        yield from _beside(setting, workload, "ours", contenders, of_reference=True)
+    yield Line("decoder with FairScale", "not run", "AllenNLP has it without bf16")
 
 
 def _line_of_real_model(row: Dict[str, Any]) -> Line:
@@ -224,43 +235,29 @@ def _line_of_real_model(row: Dict[str, Any]) -> Line:
     )
 
 
-def optimizers(setting: Setting) -> List[Line]:
-    return [
-        line
-        for name in ("adam", "adamw")
-        for line in _beside(
-            setting,
-            setting.decoder(stage=2),
-            name,
-            {
-                name: OursWith({"optimizer": {"type": name, "lr": 1e-5}}),
-                f"fused_{name}": OursWith({"optimizer": {"type": f"fused_{name}", "lr": 1e-5}}),
-            },
-        )
-    ]
+def optimizers(setting: Setting) -> Iterator[Line]:
+    for name in ("adamw",) if setting.tiny else ("adam", "adamw"):
+        contenders = {
+            optimizer: OursWith({"optimizer": {"type": optimizer, "lr": 1e-5}})
+            for optimizer in (name, f"fused_{name}")
+        }
+        yield from _beside(setting, setting.decoder(stage=2), name, contenders)
 
 
-def compiled(setting: Setting) -> List[Line]:
+def compiled(setting: Setting) -> Iterator[Line]:
     leaves = {"leaf_module": {"classes": ["TransformerEncoderLayer"]}}
     # The backend that compiles nothing takes less time.
     compiler: Any = {"backend": "aot_eager"} if setting.tiny else True
     cases: Dict[int, Dict[str, Any]] = {3: leaves} if setting.tiny else {0: {}, 3: leaves}
-    return [
-        line
-        for stage, zero in cases.items()
-        for line in _beside(
-            setting,
-            setting.decoder(stage),
-            "ours",
-            {
-                "ours": Ours(),
-                "compiled": OursWith({"zero": zero}, {"torch_compile": compiler}),
-            },
-        )
-    ]
+    for stage, zero in cases.items():
+        contenders = {
+            "ours": Ours(),
+            "compiled": OursWith({"zero": zero}, {"torch_compile": compiler}),
+        }
+        yield from _beside(setting, setting.decoder(stage), "ours", contenders)
 
 
-def offload(setting: Setting) -> List[Line]:
+def offload(setting: Setting) -> Iterator[Line]:
     optimizer = {"offload_optimizer": {"device": "cpu"}}
     parameters = {**optimizer, "offload_param": {"device": "cpu"}}
     contenders = {
@@ -268,7 +265,7 @@ def offload(setting: Setting) -> List[Line]:
         "optimizer offloaded": OursWith({"zero": optimizer}),
         "parameters offloaded": OursWith({"zero": parameters}),
     }
-    return _beside(setting, setting.decoder(stage=3), "ours", contenders)
+    yield from _beside(setting, setting.decoder(stage=3), "ours", contenders)
 
 
 def _beside(
@@ -320,10 +317,11 @@ def _beside(
     return lines
 
 
-BLOCKS: Dict[str, Callable[[Setting], List[Line]]] = {
+BLOCKS: Dict[str, Callable[[Setting], Iterator[Line]]] = {
     "tests": tests,
     "parity": parity,
     "real": real_models,
+    "decoder": decoder,
     "optimizers": optimizers,
     "compile": compiled,
     "offload": offload,
