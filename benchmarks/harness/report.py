@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Sequence
@@ -21,7 +23,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 def heading(world_size: int, *packages: str) -> Dict[str, Any]:
     """
-    Where and with what something is measured.
+    Where, when and with what something is measured.
 
     # Parameters
 
@@ -37,7 +39,21 @@ def heading(world_size: int, *packages: str) -> Dict[str, Any]:
         machine = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     else:
         machine = f"{os.cpu_count()} cores ({processor()})"
-    return {"machine": machine, "world_size": world_size, "versions": versions}
+    return {
+        "machine": machine,
+        "world_size": world_size,
+        "versions": versions,
+        "made": f"{commit()}{date.today().isoformat()}",
+    }
+
+
+def commit() -> str:
+    """The commit in words, or nothing where there is no repository."""
+    git = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        short = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        return f"Commit {short}, "
+    return ""
 
 
 def processor() -> str:
@@ -51,7 +67,9 @@ def describe(heading: Dict[str, Any], with_workers: bool = True) -> str:
     """A heading in words."""
     workers = f", {heading['world_size']} workers" if with_workers else ""
     versions = ", ".join(f"{name} {number}" for name, number in heading["versions"].items())
-    return f"{heading['machine']}{workers}. {versions}."
+    # A study that goes on with raw data of an older version of this module.
+    made = f" {heading['made']}." if "made" in heading else ""
+    return f"{heading['machine']}{workers}. {versions}.{made}"
 
 
 def document(title: str, *blocks: str) -> str:

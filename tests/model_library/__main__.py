@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -239,7 +238,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for name in ("allennlp", "allennlp_deepspeed", "allennlp_models", "DeepSpeed", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    heading = {**report.heading(2, "transformers", "allennlp-models"), "commit": _commit()}
+    heading = report.heading(2, "transformers", "allennlp-models")
     with stand_ins.hub():
         results = run(arguments)
         configs = {} if arguments.only else check_training_configs()
@@ -261,11 +260,6 @@ def check_training_configs() -> Dict[str, Dict[str, str]]:
     from tests.model_library import training_configs
 
     return training_configs.check_all(Path("training_config"))
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(report.REPOSITORY), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
