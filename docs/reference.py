@@ -19,16 +19,15 @@ PATH = Path(__file__).with_suffix(".md")
 
 _HEAD = """# Reference
 
-This page describes each key of `trainer`, `trainer.checkpointer`, `distributed` and [language
-models](#language-models). [Configuration](configuration.md) has the presets, and explains how
-AllenNLP's keys and DeepSpeed's are combined.
+Keys that are new, or accept more values than in AllenNLP. Presets, and how AllenNLP's and
+DeepSpeed's keys are combined: [configuration](configuration.md).
 
 ## `trainer`
 
-These keys are new, or extend a key of AllenNLP. All others have the meaning of AllenNLP's
-[trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/).
-`distributed`, `trainer.cuda_device`, `trainer.num_epochs` and the batch sizes of data loaders may
-change with `--recover` too. Schedules follow the new number of epochs.
+Keys of AllenNLP's [trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/)
+that aren't listed here keep their meaning. If a key *may change with `--recover`*, a run may resume
+with another value. So may AllenNLP's `distributed`, `trainer.cuda_device`, `trainer.num_epochs`
+(schedules follow it), and the batch sizes of data loaders. All other keys must stay the same.
 """
 
 _CHECKPOINTER = """
@@ -42,16 +41,16 @@ _DISTRIBUTED = """
 ## `distributed`
 
 Keys in addition to AllenNLP's `cuda_devices`, `num_nodes`, `primary_address`, `primary_port` and
-`ddp_accelerator`. All values may change with `--recover`.
-[several_machines.md](several_machines.md#when-something-goes-wrong) has the messages.
+`ddp_accelerator`. All values may change with `--recover`. What happens, and what is printed, when a
+node or worker fails: [several machines](several_machines.md#when-something-goes-wrong).
 """
 
 
 _LANGUAGE_MODELS = """
 ## Language models
 
-Keys of the model, the reader and the predictor `"causal_lm"`. `allennlp predict` takes those of the
-predictor as `--predictor-args`.
+Keys of the model, the reader and the predictor `"causal_lm"`. Pass the predictor's keys to
+`allennlp predict` as `--predictor-args`.
 """
 
 # What AllenNLP passes in.

@@ -53,9 +53,9 @@ TRAINER_KEYS: Dict[str, Key] = {
     "optimizer": Key(
         OBJECT,
         default=None,
-        doc="As in AllenNLP; `adam` if unset here and in `deepspeed_config`. Must be unset "
-        "if `deepspeed_config` has an `optimizer` section. With offload, DeepSpeed's "
-        "[CPU optimizer](large_models.md#optimizer) replaces it where there is one.",
+        doc="As in AllenNLP; `adam` if unset here and in `deepspeed_config`. Must be unset if "
+        "`deepspeed_config` has an `optimizer` section. With offload, DeepSpeed's [CPU "
+        "optimizers](large_models.md#optimizer) replace `adam`, `adamw` and `adagrad`.",
     ),
     "num_gradient_accumulation_steps": Key(
         Union[PositiveInt, Literal["auto"], None],
@@ -79,12 +79,12 @@ TRAINER_KEYS: Dict[str, Key] = {
     "gradient_synchronization": Key(
         Literal["auto", "step", "micro_batch"],
         default="auto",
-        doc="When gradients are reduced, if a step has several micro-batches. Results "
-        'don\'t depend on it. `"step"` reduces once per optimizer step; each worker '
-        'accumulates an unsharded gradient until then. `"micro_batch"`, at stages 2 '
-        "and 3, reduces in each backward pass, which takes less memory and more "
-        'communication. `"auto"` is `"step"` if an unsharded gradient fits into half '
-        "of the memory that is free on every worker after the first step "
+        doc="When gradients are reduced, if a step has several micro-batches. Results don't "
+        'depend on it. `"step"` reduces once per optimizer step. Each worker accumulates an '
+        'unsharded gradient until then. `"micro_batch"`, at stages 2 and 3, reduces in each '
+        'backward pass. This takes less memory and more communication. `"auto"` becomes '
+        '`"step"` if an unsharded gradient takes at most half of the memory that is free on '
+        'every worker after the first step, otherwise `"micro_batch"` '
         "([communication](communication.md#gradient-accumulation)).",
         advice='must be "auto", "step" (formerly "boundary") or "micro_batch"; shares and regular '
         "expressions are no longer possible",
@@ -93,30 +93,30 @@ TRAINER_KEYS: Dict[str, Key] = {
     "grad_cache": Key(
         Optional[GradCacheSettings],
         default=None,
-        doc="Gradient caching for a [contrastive model](contrastive.md): computes the "
-        'gradient of a batch whose activations don\'t fit into memory. `{"chunk_size": '
-        "32}` encodes 32 examples at a time on each worker. `chunk_size` may also be a "
-        'number for each argument of `encode`, such as `{"query": 64, "document": '
-        '16}`, or `"auto"`, the largest that fits.',
+        doc="Gradient caching for a [contrastive model](contrastive.md): computes the gradient "
+        'of a batch whose activations don\'t fit into memory. `{"chunk_size": 32}` encodes '
+        "32 examples at a time on each worker. `chunk_size` may also be an object with a "
+        'number for each argument of `encode`, such as `{"query": 64, "document": 16}`, or '
+        '`"auto"`, the largest that fits.',
         advice='must be an object, such as {"chunk_size": 32}',
         may_change=True,
     ),
     "resume": Key(
         Optional[Literal["auto"]],
         default=None,
-        doc='`"auto"` resumes if the serialization directory has a checkpoint of the run, '
-        "and starts the run otherwise. `--recover` isn't needed. For job queues that "
-        "start the same command again, and for torchrun's `--max-restarts`.",
+        doc='With `"auto"` a run resumes if the serialization directory has one of its '
+        "checkpoints, and starts otherwise, without `--recover`. Use it in job queues that "
+        "start the same command again, and with torchrun's `--max-restarts`.",
         advice='must be "auto" or null',
         may_change=True,
     ),
     "log_every_num_steps": Key(
         Optional[PositiveInt],
         default=None,
-        doc="The number of optimizer steps after which the host waits for the device and "
-        "reads the losses. At the same time the progress bar is updated, the workers "
-        "agree on signals and NaN, and `save_every_num_seconds` is checked. `null` "
-        "means about once a second. The metrics of an epoch don't depend on it.",
+        doc="The number of optimizer steps after which the host waits for the device and reads "
+        "the losses. At the same time the progress bar is updated, the workers agree on "
+        "signals and NaN, and the trainer checks `save_every_num_seconds`. `null` means "
+        "about once a second. The metrics of an epoch don't depend on it.",
         advice="write a number of optimizer steps, at least 1, or remove the key for about once a "
         "second.",
         may_change=True,
@@ -124,9 +124,9 @@ TRAINER_KEYS: Dict[str, Key] = {
     "grad_norm": Key(
         Union[bool, NonNegativeFloat, None],
         default=None,
-        doc="A number is DeepSpeed's `gradient_clipping`: gradients are clipped to this "
-        "norm. With a number or `true`, callbacks get `batch_grad_norm`, the norm of "
-        "the gradient over all workers before clipping.",
+        doc="A number is DeepSpeed's `gradient_clipping`: gradients are clipped to this norm. "
+        "`true` reports the norm without clipping. In both cases callbacks get "
+        "`batch_grad_norm`, the norm of the gradient over all workers before clipping.",
         advice="must be a number above 0 to clip to, true to report the norm without clipping, or "
         "false",
     ),
@@ -138,10 +138,12 @@ TRAINER_KEYS: Dict[str, Key] = {
     "use_amp": Key(
         Optional[bool],
         default=None,
-        doc="`true` computes in bf16, on CPUs too, or in fp16 on devices without bf16. It has no "
-        "effect if `deepspeed_config` sets a "
-        "[precision](configuration.md#batch-size-gradient-clipping-mixed-precision). "
-        "`null` leaves the precision to `deepspeed_config`. `false` means fp32.",
+        doc="`true` trains in mixed precision: `torch_autocast` to bf16, or the first of "
+        '`bf16`, `fp16` and `torch_autocast` whose `enabled` is `"auto"` in '
+        "`deepspeed_config` and that the device supports ([all "
+        "cases](configuration.md#batch-size-gradient-clipping-mixed-precision)). `null` "
+        "leaves the precision to `deepspeed_config`. `false` means fp32, and is refused if "
+        "`deepspeed_config` enables another precision.",
         advice="must be true, false or null",
     ),
     "grad_scaling": Key(
@@ -153,17 +155,16 @@ TRAINER_KEYS: Dict[str, Key] = {
     "moving_average": Key(
         OBJECT,
         default=None,
-        doc="As in AllenNLP. The average is of the fp32 weights, and each worker computes "
-        "that of its shard.",
+        doc="As in AllenNLP. It averages the fp32 weights. Each worker averages its own shard.",
     ),
     "reshard_after_micro_batch": Key(
         Union[bool, Literal["auto"]],
         default="auto",
-        doc="At ZeRO stage 3 with several micro-batches in a step: whether parameters are "
-        "resharded after each micro-batch. `false` leaves them gathered on each worker "
-        "until the step ends, like FSDP2's `set_reshard_after_backward(False)`. "
-        'Results don\'t depend on it. `"auto"` is `false` if all parameters fit into '
-        "half of the memory that is free on every worker after the first two steps "
+        doc="Whether parameters are resharded after each micro-batch, at ZeRO stage 3 with "
+        "several micro-batches in a step. `false` leaves them gathered on each worker until "
+        "the step ends, like FSDP2's `set_reshard_after_backward(False)`. Results don't "
+        'depend on it. `"auto"` becomes `false` if all parameters take at most half of the '
+        "memory that is free on every worker after the first two steps, otherwise `true` "
         "([communication](communication.md#gathering-parameters-reshard_after_micro_batch)).",
         advice='must be true, false or "auto"',
         may_change=True,
@@ -236,19 +237,20 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
     "save_every_num_seconds": Key(
         Optional[NonNegativeFloat],
         default=None,
-        doc="Saves a checkpoint after this time, by the clock of rank 0. It is checked when"
-        " the losses are read.",
+        doc="Saves a checkpoint after this time, by the clock of rank 0. The time is checked "
+        "when the host reads the losses.",
     ),
     "keep_most_recent_by_count": Key(
         Optional[NonNegativeInt],
         default=2,
-        doc="The number of newest checkpoints to keep. `null` here and for "
-        "`keep_most_recent_by_age` keeps all.",
+        doc="The number of newest checkpoints to keep. If this and `keep_most_recent_by_age` "
+        "are `null`, all are kept.",
     ),
     "keep_most_recent_by_age": Key(
         Optional[NonNegativeFloat],
         default=None,
-        doc="Also keeps checkpoints that are younger than this number of seconds.",
+        doc="Keeps, in addition to those, checkpoints that are younger than this number of "
+        "seconds.",
     ),
     "save_on_preemption": Key(
         bool,
@@ -266,15 +268,15 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
     "exclude_frozen_parameters": Key(
         bool,
         default=False,
-        doc="Leaves frozen parameters out of checkpoints, which become small with LoRA. A "
-        "resumed run uses those of the newly constructed model, and is refused unless "
-        "they are bitwise the same.",
+        doc="Leaves frozen parameters out of checkpoints, which are then small with LoRA. A "
+        "resumed run uses the frozen parameters of the newly constructed model, and is "
+        "refused unless they are bitwise the same.",
     ),
     "on_corrupt": Key(
         Literal["error", "previous"],
         default="error",
-        doc="What to do if a file of the newest checkpoint is missing or damaged. "
-        '`"error"` stops. `"previous"` renames the checkpoint to `....corrupt`, and '
+        doc='What to do if a file of the newest checkpoint is missing or damaged. `"error"` '
+        'ends with an error. `"previous"` appends `.corrupt` to the checkpoint\'s name, and '
         "resumes from the newest intact one.",
     ),
 }
@@ -291,22 +293,23 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
     "rendezvous_timeout": Key(
         _Seconds,
         default=300,
-        doc="The number of seconds that the start waits for missing nodes.",
+        doc="The number of seconds that nodes wait for missing nodes at a start.",
         advice="must be a number of seconds above 0",
     ),
     "shutdown_timeout": Key(
         _Seconds,
         default=120,
         doc="The number of seconds after SIGTERM or Ctrl-C in which workers must exit, "
-        "including the time to save a checkpoint. Then they are killed.",
+        "including the time to save a checkpoint. After it they are killed.",
         advice="must be a number of seconds above 0",
     ),
     "max_restarts": Key(
         Annotated[int, Field(ge=0)],
         default=0,
-        doc="How often all workers are restarted from the newest checkpoint when one of "
-        "them fails. Training ends without a restart after an error in the config, or "
-        "if the same step fails twice ([restarts](several_machines.md#restarts)).",
+        doc="The maximum number of restarts in a run. When a worker fails, all workers are "
+        "restarted from the newest checkpoint. Training ends without a restart after an "
+        "error in the config, or if the same step fails twice "
+        "([restarts](several_machines.md#restarts)).",
         advice="must be an integer, at least 0",
     ),
     "min_nodes": Key(

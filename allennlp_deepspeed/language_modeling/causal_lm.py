@@ -64,22 +64,23 @@ class CausalLM(TokenLossModel):
         Instead of `model_name`: the configuration of a model with random weights, such as
         `{"model_type": "llama", "hidden_size": 256}`.
     tokenizer : `str`, optional (default = `None`)
-        The tokenizer that is saved in the archive: a name, a directory or a GGUF file. By default
-        it is the reader's, and must not differ from it. Without a reader the default is that of
-        `model_name`.
+        The tokenizer that is saved in the archive: a name, a directory or a GGUF file. Only needed
+        without a "causal_lm" reader: with one, the reader's tokenizer is saved, and a tokenizer
+        that differs from it is refused. Without either, the tokenizer of `model_name` is saved.
     load_weights : `bool`, optional (default = `True`)
-        Whether to load the weights of `model_name`. Set to `False` when an archive is loaded.
+        Whether to load the weights of `model_name`. `False` is set automatically when an archive is
+        loaded.
     lora : `Dict[str, Any]`, optional (default = `None`)
         Adds trainable low-rank adapters to the transformer and freezes its weights. The keys are
         those of `peft`'s [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora),
         such as `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`.
     transformer_kwargs : `Dict[str, Any]`, optional (default = `None`)
-        Further arguments of `AutoModelForCausalLM.from_pretrained`, or with `config` of
-        `from_config`, such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`; the
+        Further arguments of `AutoModelForCausalLM.from_pretrained` (or of `from_config`, if
+        `config` is set), such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`; the
         default is fp32.
     resize_embeddings : `bool`, optional (default = `False`)
-        Whether to add embeddings for tokens that the tokenizer has and the model hasn't. They are
-        initialized with the mean of the existing ones.
+        Whether to add embeddings for tokens that the tokenizer has and the model hasn't. New
+        embeddings are initialized with the mean of the existing ones.
     loss_chunk_size : `int`, optional (default = `1024`)
         The number of positions whose logits are in memory at a time.
     regularizer : `RegularizerApplicator`, optional (default = `None`)

@@ -59,9 +59,10 @@ class CausalLMReader(DatasetReader):
         Truncates examples to this number of tokens. The number of truncated examples is logged for
         each file.
     loss_on : `str`, optional (default = `"all"`)
-        The tokens with a loss: `"all"`, or `"responses"` only. In messages, responses are the text
-        between the `{% generation %}` marks of the chat template. Without marks they are the
-        assistant's messages, including the tokens with which the template ends them.
+        The tokens with a loss: `"all"`, or `"responses"` only. In messages, a response is the text
+        between `{% generation %}` and `{% endgeneration %}` in the chat template. If the template
+        has no such marks, it is a message of the assistant, including the tokens with which the
+        template ends it.
     pack : `bool`, optional (default = `False`)
         Whether to pack short examples into sequences of up to `max_length` tokens. Examples don't
         attend to each other. Each worker then tokenizes all examples, so that sequences don't
