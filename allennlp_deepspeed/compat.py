@@ -43,8 +43,8 @@ def construct_reduce_on_plateau_without_verbose() -> None:
     """
     Makes "reduce_on_plateau" accept and ignore the key `verbose`.
 
-    Works around AllenNLP 2.10.1: it passes `verbose` on to PyTorch's `ReduceLROnPlateau`, which
-    since 2.7 doesn't take it. Gone when "reduce_on_plateau" can be constructed.
+    Works around AllenNLP 2.10.1: it passes `verbose` to PyTorch's `ReduceLROnPlateau`, which
+    doesn't accept it since 2.7. Gone when "reduce_on_plateau" can be constructed.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ def allow_numpy_scalars_in_training_states() -> None:
     """
     Allows `torch.load` to load NumPy scalars. By default it loads weights only.
 
-    Works around AllenNLP 2.10.1: its training states can contain metrics that are NumPy scalars,
-    which PyTorch doesn't load since 2.6. Gone when `torch.load` does.
+    Works around AllenNLP 2.10.1: its training states can contain metrics that are NumPy scalars.
+    PyTorch 2.6 and later doesn't load them. Gone when `torch.load` does.
     """
     reconstruct, _ = np.float64(0).__reduce__()  # its module differs between versions of NumPy
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -112,8 +112,8 @@ def tell_cached_transformers_apart() -> None:
     Caches transformers by all arguments that they were loaded with.
 
     Works around AllenNLP 2.10.1: its cache of transformers ignores `transformer_kwargs` and
-    `load_weights`, so that an embedder gets the transformer that another one with the same
-    `model_name` has loaded. Gone when two embedders with different `attn_implementation` get
+    `load_weights`. An embedder gets the transformer that an embedder with the same `model_name` but
+    other arguments has loaded. Gone when two embedders with different `attn_implementation` get
     different transformers.
     """
     get = cached_transformers.get

@@ -3,10 +3,10 @@ Metrics with several workers. In a training each rank counts its own batches, wi
 and the trainer all-reduces the counts where it reads metrics. Outside of a training, as with
 AllenNLP's trainer, the metrics of the table here all-reduce in each call.
 
-Works around AllenNLP 2.10.1: its metrics all-reduce in each call, so that ranks with different
-numbers of calls wait for each other. With several workers it refuses some metrics, and others are
-wrong, because they all-reduce values that aren't sums over batches. Gone when metrics reduce when
-they are read, and all metrics here equal those of one worker with all batches.
+Works around AllenNLP 2.10.1: its metrics all-reduce in each call, so ranks with different numbers
+of calls wait for each other. With several workers some metrics are refused. Others are wrong,
+because they all-reduce values that aren't sums over batches. Gone when metrics reduce when they are
+read, and all metrics here equal those of one worker with all batches.
 """
 
 import copy

@@ -31,9 +31,9 @@ def _add_path_to_errors(path: str) -> Iterator[None]:
     """
     Context manager that adds the path to errors of the operating system, such as a full disk.
 
-    Works around PyTorch 2.14.1: if a file can't be written, `torch.save` doesn't report the reason:
-    given a path it raises an error without a cause, and given a file an error of its own while it
-    closes it. Gone when it raises an `OSError` on a full disk.
+    Works around PyTorch 2.14.1: if a file can't be written, `torch.save` doesn't report the reason.
+    With a path it raises an error without a cause. With a file object it raises another error when
+    it closes the file. Gone when it raises an `OSError` on a full disk.
     [#10577](https://github.com/pytorch/pytorch/issues/10577)
     """
     try:

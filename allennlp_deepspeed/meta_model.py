@@ -101,8 +101,8 @@ def _on_meta_device() -> Iterator[None]:
     """
     Context manager that constructs tensors on the meta device.
 
-    Works around PyTorch 2.14.1: `torch.FloatTensor(num, dimension)`, with which AllenNLP's
-    `Embedding` constructs its weight, is on the CPU with any default device. Gone when it is on the
+    Works around PyTorch 2.14.1: `torch.FloatTensor(num, dimension)` ignores the default device, and
+    is on the CPU. AllenNLP's `Embedding` constructs its weight with it. Gone when it is on the
     default device. [#126533](https://github.com/pytorch/pytorch/issues/126533)
     """
     float_tensor = torch.FloatTensor

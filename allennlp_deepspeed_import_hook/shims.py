@@ -2,10 +2,10 @@
 Context managers that give AllenNLP, and its library allennlp-models, the APIs that transformers 5,
 huggingface_hub 1 and other libraries have removed. Each surrounds the execution of one module.
 
-Works around AllenNLP 2.10.1: it is written for transformers 4 and huggingface_hub 0, whose classes,
-methods of tokenizers, precision of loaded models and names of files have changed since. Gone when
-it can be imported with the current versions, and its "pretrained_transformer" tokenizer, indexer
-and embedder and the modules of `allennlp.modules.transformer` work.
+Works around AllenNLP 2.10.1: it is written for transformers 4 and huggingface_hub 0. Since then
+classes, methods of tokenizers, the precision of loaded models and names of files have changed. Gone
+when it can be imported with the current versions, and its "pretrained_transformer" tokenizer,
+indexer and embedder and the modules of `allennlp.modules.transformer` work.
 """
 
 import functools

@@ -15,7 +15,7 @@ _TESTS = _ROOT / "tests" / "upstream"
 PATH = Path(__file__).with_name("architecture.md")
 
 _START, _END = "<!-- Written by `make reference`. -->\n", "<!-- Until here. -->\n"
-_HEAD = """| what is wrong | in | workaround | shown by | public thread |
+_HEAD = """| in | what is wrong | workaround | shown by | public thread |
 |---|---|---|---|---|
 """
 _LABEL = re.compile(
@@ -105,7 +105,7 @@ def _row(workaround: Workaround, shown_by: List[Tuple[str, str]]) -> str:
         f" `{own_name}`" if own_name else ""
     )
     links = [f"[`{name}`](../tests/upstream/{file})" for file, name in shown_by]
-    cells = (workaround.fault, workaround.versions, where, ", ".join(links), workaround.issues)
+    cells = (workaround.versions, workaround.fault, where, ", ".join(links), workaround.issues)
     return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
 
 

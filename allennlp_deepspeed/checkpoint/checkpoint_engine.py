@@ -34,9 +34,9 @@ class FileCheckpointEngine(CheckpointEngine):
     excluded : `Set[str]`
         The names of the model's parameters that are not saved.
 
-    Works around DeepSpeed 0.19.8: its own checkpoint engine loads files with `weights_only=False`,
-    which runs code in them, and `exclude_frozen_parameters` leaves out a tied parameter under one
-    of its names only. Gone when it doesn't run code, and leaves out all names.
+    Works around DeepSpeed 0.19.8: its checkpoint engine loads files with `weights_only=False`,
+    which runs code in them. `exclude_frozen_parameters` leaves out a tied parameter only under one
+    of its names. Gone when it doesn't run code, and leaves out all names.
     [#6751](https://github.com/deepspeedai/DeepSpeed/pull/6751)
     """
 

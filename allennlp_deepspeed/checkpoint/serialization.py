@@ -23,9 +23,9 @@ def _pickle_by_value(enumeration: Type[Enum]) -> None:
     """
     Makes pickle store the members of an enumeration as their class and value.
 
-    Works around Python 3.11.0 to 3.11.4: members of enumerations are pickled as a call of
-    `getattr`, which PyTorch refuses to load, in any Python; DeepSpeed's files have such a member,
-    and Debian 12 such a Python. Gone when none of these is supported.
+    Works around Python 3.11.0 to 3.11.4: an enum member is pickled as a call of `getattr`.
+    PyTorch's `weights_only` loading refuses this call in any version of Python. DeepSpeed's files
+    have such members, and Debian 12 has Python 3.11.2. Gone when none of these is supported.
     [#105332](https://github.com/python/cpython/issues/105332)
     """
 

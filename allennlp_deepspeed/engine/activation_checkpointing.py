@@ -248,9 +248,9 @@ def _recomputed_forward(
     """
     Runs the forward pass with DeepSpeed's function for checkpointing.
 
-    Works around DeepSpeed 0.19.8: its function for checkpointing recomputes without the autocast of
-    the forward pass, releases parameters at stage 3 that the backward pass of an inner module
-    needs, and with `cpu_checkpointing` empties the caller's tensors. Gone when two linear layers
+    Works around DeepSpeed 0.19.8: its activation checkpointing recomputes without the autocast of
+    the forward pass. At stage 3 it releases parameters that the backward pass of an inner module
+    needs. With `cpu_checkpointing` it empties the caller's tensors. Gone when two linear layers
     that are recomputed together train at stage 3 and in the precision of autocast, and their inputs
     stay.
     """

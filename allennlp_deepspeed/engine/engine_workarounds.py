@@ -25,8 +25,8 @@ def undo_first_step(engine: DeepSpeedEngine) -> None:
     with zero gradients, which counts in Adam's bias correction, and whose weight decay changes the
     weights.
 
-    Works around DeepSpeed 0.19.8: half precision at stage 0 begins with an optimizer step that the
-    user hasn't requested. Gone when the optimizer of a new engine has counted none.
+    Works around DeepSpeed 0.19.8: in half precision at stage 0, the engine makes an optimizer step
+    when it is constructed. Gone when the optimizer of a new engine has counted none.
     [#5104](https://github.com/deepspeedai/DeepSpeed/pull/5104)
     """
     optimizer = engine.optimizer
@@ -43,8 +43,9 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
     so that learning rate schedules would act on an unused optimizer. Where DeepSpeed uses the given
     one, its state is on the device that the parameters were on before the engine moved them.
 
-    Works around DeepSpeed 0.19.8: ZeRO replaces Adagrad by another one, with one group and without
-    what schedules do to the first. Gone when an engine steps with the Adagrad that it was given.
+    Works around DeepSpeed 0.19.8: ZeRO replaces the given Adagrad by a new one with a single
+    parameter group. Schedules change the learning rates of the old one, which isn't used. Gone when
+    an engine steps with the Adagrad that it was given.
     [#3401](https://github.com/deepspeedai/DeepSpeed/pull/3401)
     """
     given = engine.basic_optimizer
@@ -64,8 +65,8 @@ def allow_plain_backward(engine: DeepSpeedEngine) -> None:
     Lets an engine at stage 0 without a loss scale accept `loss.backward()` too. DeepSpeed's own
     hooks don't run there, but the trainer calls the reduction itself, and no other work is needed.
 
-    Works around DeepSpeed 0.19.8: at stage 0 `loss.backward()` is refused, unlike at stages 1 to 3.
-    Gone when it isn't.
+    Works around DeepSpeed 0.19.8: `loss.backward()` is refused at stage 0, but not at stages 1 to
+    3. Gone when it isn't.
     """
     internals.allow_plain_backward(engine)
 
@@ -111,10 +112,10 @@ def correct_bias_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[],
     Makes DeepSpeed's Adam compute the bias correction of each step from the step count, on the CPU.
     Returns a function that undoes this.
 
-    Works around DeepSpeed 0.19.8: `cpu_adam.h` multiplies up the powers of the betas from step to
-    step, but begins with `pow` in an optimizer that resumes from a checkpoint, which rounds
-    differently: with offload or on the CPU an interrupted training has other weights than an
-    uninterrupted one. Gone when both are the same to the last bit.
+    Works around DeepSpeed 0.19.8: `cpu_adam.h` computes powers of the betas by multiplication in
+    each step, but by `pow` after a checkpoint is loaded, which rounds differently. With offload or
+    on the CPU, a resumed run therefore has other weights than an uninterrupted one. Gone when both
+    are the same to the last bit.
     """
     if isinstance(optimizer, MultiOptimizer):
         with ExitStack() as undo:

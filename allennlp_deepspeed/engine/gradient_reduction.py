@@ -38,9 +38,10 @@ class GradientReducer:
         The indices in `parameters` of the gradients that the micro-batch has reduced, in order of
         reduction.
 
-    Works around DeepSpeed 0.19.8: a parameter that isn't used in a step at stage 3 is updated with
-    its gradient of the previous step, and gradients of later micro-batches are added to it at stage
-    3, and at stages 1 and 2 with an offloaded optimizer. Gone when a step begins without gradients.
+    Works around DeepSpeed 0.19.8: if a step doesn't use a parameter, its gradient of the previous
+    step isn't cleared. At stage 3 the parameter is updated with it. At stage 3, and at stages 1 and
+    2 with an offloaded optimizer, later gradients are added to it. Gone when a step begins without
+    gradients.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:

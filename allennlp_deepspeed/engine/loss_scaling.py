@@ -47,10 +47,11 @@ def fix_loss_scale(engine: DeepSpeedEngine) -> Iterator[None]:
     Context manager in which an fp16 engine scales its losses at every ZeRO stage, and unscales
     gradients and their reported norm by the same scale.
 
-    Works around DeepSpeed 0.19.8: in fp16 gradients are unscaled by another scale than the loss: at
-    stage 0 the loss isn't scaled at all, and where the scale has grown it is that of the next step.
-    The unfused optimizer reports the norm of scaled gradients. Gone when neither a step nor its
-    norm depends on the scale. [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
+    Works around DeepSpeed 0.19.8: in fp16 the loss and its gradients are scaled differently. At
+    stage 0 the loss isn't scaled, but gradients are unscaled. When the loss scale grows, gradients
+    are unscaled by the new scale. The unfused optimizer reports the norm of scaled gradients. Gone
+    when neither a step nor its norm depends on the scale.
+    [#8393](https://github.com/deepspeedai/DeepSpeed/pull/8393)
     """
     optimizer = engine.optimizer
     with ExitStack() as undo:
@@ -90,8 +91,9 @@ def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     Returns the gradient scaler of fp16 autocast, which exists at stage 0 only, for its state and
     for whether it skipped a step.
 
-    Works around DeepSpeed 0.19.8: the scale isn't in a checkpoint, and `was_step_applied` is true
-    for a step that the scaler has skipped. Gone when a checkpoint has it, and that is false.
+    Works around DeepSpeed 0.19.8: with `torch_autocast` to fp16, the loss scale of the `GradScaler`
+    isn't saved in checkpoints, and `was_step_applied` returns true for a step that the scaler has
+    skipped. Gone when a checkpoint has it, and that is false.
     """
     scaler = internals.autocast_grad_scaler(engine)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None

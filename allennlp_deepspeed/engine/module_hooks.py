@@ -28,9 +28,10 @@ def skip_hooks_without_graph(model: torch.nn.Module) -> Iterator[None]:
     model : `torch.nn.Module`, required.
         A model with DeepSpeed's hooks for stage 3.
 
-    Works around DeepSpeed 0.19.8: at stage 3 a module gets, and returns, copies of tensors, and the
-    linear layer refuses nested tensors, even without a backward pass. Gone when two arguments that
-    are one tensor stay one without gradients, and the linear layer takes all.
+    Works around DeepSpeed 0.19.8: at stage 3, even without a backward pass, a module gets copies of
+    its input tensors and returns copies of its outputs, and linear layers refuse nested tensors.
+    Gone when two arguments that are one tensor stay one without gradients, and the linear layer
+    takes all.
     """
     functions = _backward_functions(model.modules())
     for module, name, function in functions:
@@ -75,8 +76,9 @@ def keep_external_parameters() -> Iterator[None]:
     the first module's forward pass ends, even if that of the other one ends earlier. DeepSpeed does
     this only from the next forward pass on. It affects the full process.
 
-    Works around DeepSpeed 0.19.8: in the first forward pass at stage 3 a parameter that is read
-    from another module is released when that module has been called. Gone when it isn't.
+    Works around DeepSpeed 0.19.8: in the first forward pass at stage 3, if module A reads a
+    parameter of module B, the parameter is released as soon as B has been called, though A still
+    needs it. Gone when it isn't.
     """
     register = parameter_offload.register_external_parameter
 
@@ -141,9 +143,9 @@ def support_repeated_leaf_calls(engine: DeepSpeedEngine) -> Iterator[None]:
     engine : `DeepSpeedEngine`, required.
         An engine at stage 3.
 
-    Works around DeepSpeed 0.19.8: if a leaf module is called twice in a forward pass, its
-    parameters have a gradient without elements after the first part of the backward pass, and
-    accumulating into it fails. Gone when such a model trains.
+    Works around DeepSpeed 0.19.8: if a leaf module is called twice in a forward pass, the backward
+    pass of one call leaves its parameters with an empty gradient. The backward pass of the other
+    call fails when it adds to it. Gone when such a model trains.
     """
     with ExitStack() as undo:
         for handle in internals.leaf_module_hooks(engine.optimizer):

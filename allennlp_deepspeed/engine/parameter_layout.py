@@ -21,8 +21,8 @@ def support_any_layout() -> Iterator[None]:
     except empty ones. Stages 1 to 3 make them contiguous.
 
     Works around DeepSpeed 0.19.8: it can't broadcast parameters that have no dimensions or aren't
-    contiguous, and clips gradients by multiplying with a factor of one dimension, which fails for
-    gradients without dimensions. Gone when an engine with both is initialized, and clips.
+    contiguous. It clips gradients by multiplying them with a factor of one dimension, which fails
+    for gradients without dimensions. Gone when an engine with both is initialized, and clips.
     [#6571](https://github.com/deepspeedai/DeepSpeed/issues/6571)
     """
     with _broadcast_as_vectors(), _clip_without_dimensions():

@@ -136,8 +136,9 @@ def _skip_shared_memory_all_reduce() -> None:
     on its first start. With PyTorch before 2.14 it waits forever for the lock of a worker that was
     killed during the compilation.
 
-    Works around DeepSpeed 0.19.8: its backend loads an operator for inference if the accelerator
-    has it. Gone when `build_shm_op` is not called by the constructor of `TorchBackend`.
+    Works around DeepSpeed 0.19.8: on CPUs, it compiles at its start an all-reduce for inference,
+    which training never calls. This needs a compiler, and can take minutes. Gone when
+    `build_shm_op` is not called by the constructor of `TorchBackend`.
     """
     # Even to check for this operator, DeepSpeed runs the compiler to find which ones it could
     # build. As an attribute of `deepspeed.comm`, `torch` is PyTorch.

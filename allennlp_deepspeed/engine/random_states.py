@@ -25,9 +25,9 @@ def repeatable_random_states() -> Dict[str, Any]:
     """
     Returns the states, for a computation that will be repeated after `set_random_states`.
 
-    Works around PyTorch 2.14.1: on a GPU the dropout between the layers of an LSTM or a GRU has its
-    own random state in cuDNN, which is reset whenever the state of the GPU's generator is set, and
-    isn't restored. Gone when an LSTM on a GPU returns the same outputs after `random_states` and
+    Works around PyTorch 2.14.1: on a GPU, dropout between the layers of an LSTM or GRU has its own
+    random state in cuDNN. Setting the state of the GPU's generator resets this state instead of
+    restoring it. Gone when an LSTM on a GPU returns the same outputs after `random_states` and
     `set_random_states`.
 
     # Returns

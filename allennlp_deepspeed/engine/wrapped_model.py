@@ -244,11 +244,11 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         Destroys the engine. In a single process the model is restored to a plain one, with the
         trained weights. With several workers it stays sharded.
 
-        Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned, in half precision,
-        with DeepSpeed's hooks and containers and in a stack and a cache of all engines, swap files
-        on the disk, and the communication logger, autocast, activation checkpointing and the linear
-        function of stage 3 enabled for the process. Gone when a model at stage 3 is unpartitioned
-        then, and no such state remains.
+        Works around DeepSpeed 0.19.8: `destroy` leaves the model partitioned and in half precision,
+        with DeepSpeed's hooks and containers. A global stack and a cache still refer to the model,
+        and swap files stay on disk. The communication logger, autocast, activation checkpointing
+        and the linear function of stage 3 stay enabled in the process. Gone when a model at stage 3
+        is unpartitioned then, and no such state remains.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
         engine = self._engine

@@ -286,8 +286,8 @@ class _Agent(LocalElasticAgent):
     @overrides
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """
-        Works around torch 2.14.1: in later rounds nodes get the address of the store that workers
-        had in the first one, whose node may be lost. Gone when `next_rendezvous` reads it again.
+        Works around torch 2.14.1: after a restart, workers get the address of the first round's
+        store, and the node that runs it may be lost. Gone when `next_rendezvous` reads it again.
         """
         handler: Any = self._rdzv_handler
         if self._node.num_nodes > 1:
@@ -534,8 +534,8 @@ def _is_caused_by_others(failed: ProcessFailure, failure: Optional[Failure]) -> 
 
 def _limit_shutdown_time(context: Any) -> None:
     """
-    Works around torch 2.14.1: when a worker has failed, the others get 30 seconds after SIGTERM,
-    whatever the agent's time limit is. Gone when `MultiprocessContext` takes one.
+    Works around torch 2.14.1: after a worker has failed, the others are killed 30 seconds after
+    SIGTERM, even if the agent has another time limit. Gone when `MultiprocessContext` takes one.
     """
     context._pc.join = functools.partial(context._pc.join, grace_period=_SHUTDOWN_SECONDS)
 

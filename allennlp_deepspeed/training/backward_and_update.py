@@ -183,8 +183,8 @@ class GradientStep:
         Runs the optimizer step unless a gradient has overflowed. Returns whether it was applied,
         and the norm of the gradient.
 
-        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 reports no norm, even if it
-        clips by it. Gone when its `get_global_grad_norm` isn't `None`.
+        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 reports no gradient norm, even
+        if it clips by norm. Gone when its `get_global_grad_norm` isn't `None`.
         """
         norm: Norm = None
         if self._reports_norm and self._engine.optimizer is self._optimizer:

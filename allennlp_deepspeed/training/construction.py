@@ -317,8 +317,8 @@ def _restore_empty_groups(
     need it: with the empty default group at the end, which DeepSpeed has removed, and without other
     empty groups, which all groups are between steps at ZeRO stage 3.
 
-    Works around DeepSpeed 0.19.8: it removes groups without parameters from the optimizer that it
-    is given. Gone when they stay.
+    Works around DeepSpeed 0.19.8: it removes parameter groups without parameters from the given
+    optimizer. Gone when they stay.
     """
     optimizer = wrapped_model.optimizer
     with Shards(wrapped_model.engine).in_param_groups():

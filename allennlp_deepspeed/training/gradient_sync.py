@@ -78,7 +78,7 @@ class GradientSynchronizer:
         If this configuration of DeepSpeed doesn't support it.
 
     Works around DeepSpeed 0.19.8: gradients are reduced in the order in which they are computed,
-    which differs between ranks, and an offloaded optimizer steps with the gradients of the last
+    which can differ between ranks. An offloaded optimizer uses the gradients of the last
     micro-batch only. Gone when the order is one for all models, and a gradient of a micro-batch
     before is not lost. [#2343](https://github.com/deepspeedai/DeepSpeed/issues/2343)
     """

@@ -39,8 +39,8 @@ class DeepSpeedTrainModel(TrainModel):
     Registered as a `TrainModel` with name "deepspeed": a top-level `"type": "deepspeed"` in the
     config. Its other keys are those of AllenNLP's.
 
-    Works around AllenNLP 2.10.1: the test set is evaluated by the primary alone after training,
-    which can't work with several workers. Gone when all workers call `TrainModel.finish`.
+    Works around AllenNLP 2.10.1: after training, only the primary evaluates the test set, which
+    fails with several workers. Gone when all workers call `TrainModel.finish`.
     """
 
     @overrides

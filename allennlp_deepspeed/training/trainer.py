@@ -413,10 +413,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         Runs AllenNLP's loop over epochs.
 
-        Works around AllenNLP 2.10.1: hooks of the callback "confidence_checks" collect the called
-        layers in a list, until the first step of the first epoch ends. In a run that resumes after
-        it they collect forever, and `torch.compile` compiles for each length of the list until it
-        gives up. Gone when the hooks are removed there, and compiled once.
+        Works around AllenNLP 2.10.1: the callback "confidence_checks" adds hooks that collect
+        called layers in a list, and removes them after the first step of the first epoch. A run
+        that resumes later never removes them, so the list grows, and `torch.compile` compiles for
+        each of its lengths until it gives up. Gone when the hooks are removed there, and compiled
+        once.
         """
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
@@ -761,8 +762,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         Resumes from the newest checkpoint, if there is one. Every rank must call it.
 
-        Works around AllenNLP 2.10.1: a run that is resumed at its end trains one more epoch if it
-        had stopped early, and else returns no metrics. Gone when `_try_train` checks whether to
+        Works around AllenNLP 2.10.1: a completed run that is resumed trains one more epoch if it
+        had stopped early. Otherwise it returns no metrics. Gone when `_try_train` checks whether to
         stop before it trains, and doesn't begin with empty metrics.
         """
         self._ddp_wrapped_model.check_has_engine()
@@ -808,7 +809,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         saved. Every rank must call it, before a checkpoint is saved.
 
         Works around AllenNLP 2.10.1: the best weights are saved after the checkpoint that records
-        the best epoch, which must not exist without them. Gone when `_try_train` saves them before.
+        the best epoch. If the process dies in between, the checkpoint names weights that don't
+        exist. Gone when `_try_train` saves them before.
         """
         epochs, steps = self._progress.point
         validates = self._progress.should_validate_this_epoch
