@@ -111,8 +111,8 @@ def report(scores: Dict[str, Scores], steps: List[str]) -> None:
     table = Table("on test verses", "before", "after")
     table.add_row("perplexity", f"{before.perplexity:.1f}", f"{after.perplexity:.1f}")
     tokens = (f"{s.token_accuracy:.1%}" for s in (before, after))
-    table.add_row("tokens predicted", *tokens)
-    table.add_row("verses word for word", *(f"{s.exact:.1%}" for s in (before, after)))
+    table.add_row("token accuracy", *tokens)
+    table.add_row("exact matches", *(f"{s.exact:.1%}" for s in (before, after)))
     console.print(table)
 
     table = Table("King James Version", "before", "after", "World English Bible", show_lines=True)
@@ -120,7 +120,7 @@ def report(scores: Dict[str, Scores], steps: List[str]) -> None:
     for i in SHOWN:
         old = verses[i]["prompt"].split(": ", 1)[1].split("\n")[0]
         new = verses[i]["response"].strip()
-        table.add_row(old, before.responses[i], after.responses[i], new)
+        table.add_row(old, before.responses[i] or "(empty)", after.responses[i], new)
     console.print(table)
     console.print("What was run:")
     for step in steps:
