@@ -37,11 +37,6 @@ class GradientReducer:
     reduced : `array`
         The indices in `parameters` of the gradients that the micro-batch has reduced, in order of
         reduction.
-
-    Works around DeepSpeed 0.19.8: if a step doesn't use a parameter, its gradient of the previous
-    step isn't cleared. At stage 3 the parameter is updated with it. At stage 3, and at stages 1 and
-    2 with an offloaded optimizer, later gradients are added to it. Gone when a step begins without
-    gradients.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -102,9 +97,8 @@ class GradientReducer:
         return any(parameter.dtype != self.accumulation_dtype for parameter in self.parameters)
 
     def start_step(self) -> None:
-        """Clears the gradients of the previous step where DeepSpeed would add to them."""
         if self._stage == 3:
-            self._optimizer.grad_partitions_flat_buffer.zero_()
+            self._clear_previous_gradients()
 
     def start_micro_batch(self, is_last: bool) -> None:
         if self._engine.is_gradient_accumulation_boundary() != is_last:
@@ -184,11 +178,22 @@ class GradientReducer:
             self._optimizer.setup_buckets()  # even if nothing was reduced
             is_first = self._optimizer.micro_step_id == 0 and not is_last
             if self.is_offloaded and is_first:
-                self._clear_accumulated_on_cpu()
+                self._clear_previous_gradients()
         self._optimizer.overlapping_partition_gradients_reduce_epilogue()
 
-    def _clear_accumulated_on_cpu(self) -> None:
-        """Clears the gradients of the previous step that the first micro-batch has not replaced."""
+    def _clear_previous_gradients(self) -> None:
+        """
+        Clears the gradients of the previous step: at stage 3 all of them, before the first
+        micro-batch, and at stages 1 and 2 on the CPU those that it has not replaced.
+
+        Works around DeepSpeed 0.19.8: if a step doesn't use a parameter, its gradient of the
+        previous step isn't cleared. At stage 3 the parameter is updated with it. At stage 3, and at
+        stages 1 and 2 with an offloaded optimizer, later gradients are added to it. Gone when a
+        step begins without gradients.
+        """
+        if self._stage == 3:
+            self._optimizer.grad_partitions_flat_buffer.zero_()
+            return
         replaced_ids = {self._optimizer.get_param_id(self.parameters[i]) for i in self.reduced}
         for param_id, accumulated in self._optimizer.accumulated_grads_in_cpu.items():
             if param_id not in replaced_ids:

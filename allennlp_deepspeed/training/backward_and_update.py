@@ -182,18 +182,10 @@ class GradientStep:
         """
         Runs the optimizer step unless a gradient has overflowed. Returns whether it was applied,
         and the norm of the gradient.
-
-        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 reports no gradient norm, even
-        if it clips by norm. Gone when its `get_global_grad_norm` isn't `None`.
         """
         norm: Norm = None
         if self._reports_norm and self._engine.optimizer is self._optimizer:
-            # The optimizer isn't wrapped, at stage 0 in fp32.
-            norm = torch.nn.utils.get_total_norm(
-                [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-            )
-            if self._scaler is not None:
-                norm = norm / self._scaler.get_scale()
+            norm = self._compute_norm()
         # The engine counts one micro-batch a step, because the trainer owns the accumulation. The
         # other micro-batches are added first, because the step reports the number of samples. All
         # parts of a global batch count as one.
@@ -205,6 +197,18 @@ class GradientStep:
             norm = self._engine.get_global_grad_norm()
         self._norm = norm
         return has_stepped, norm
+
+    def _compute_norm(self) -> torch.Tensor:
+        """
+        Returns the norm of the gradient of an optimizer that isn't wrapped, at stage 0 in fp32.
+
+        Works around DeepSpeed 0.19.8: an engine at stage 0 in fp32 reports no gradient norm, even
+        if it clips by norm. Gone when its `get_global_grad_norm` isn't `None`.
+        """
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        )
+        return norm if self._scaler is None else norm / self._scaler.get_scale()
 
     def check(self, num_steps: int) -> None:
         """

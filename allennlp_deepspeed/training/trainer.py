@@ -410,22 +410,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @overrides
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
-        """
-        Runs AllenNLP's loop over epochs.
-
-        Works around AllenNLP 2.10.1: the callback "confidence_checks" adds hooks that collect
-        called layers in a list, and removes them after the first step of the first epoch. A run
-        that resumes later never removes them, so the list grows, and `torch.compile` compiles for
-        each of its lengths until it gives up. Gone when the hooks are removed there, and compiled
-        once.
-        """
+        """Runs AllenNLP's loop over epochs."""
         if self._checkpointer is not None:
             self._checkpointer.check_state(self)
         is_compiled = self.resolved_config.torch_compile is not None
         if self._primary and (is_compiled or self._progress.resume_point > PointInTime(0, 0)):
-            for callback in self._callbacks:
-                if isinstance(callback, ConfidenceChecksCallback):
-                    callback._verification.destroy_hooks()
+            self._skip_confidence_checks()
         self._fast_forward.start_training()
         try:
             with (
@@ -448,6 +438,20 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         # The metrics of an epoch that was completed before the checkpoint are only known from it.
         return {**self._epoch_metrics.metrics, **metrics}, epoch
+
+    def _skip_confidence_checks(self) -> None:
+        """
+        Removes the hooks of the callback "confidence_checks".
+
+        Works around AllenNLP 2.10.1: the callback "confidence_checks" adds hooks that collect
+        called layers in a list, and removes them after the first step of the first epoch. A run
+        that resumes later never removes them, so the list grows, and `torch.compile` compiles for
+        each of its lengths until it gives up. Gone when the hooks are removed there, and compiled
+        once.
+        """
+        for callback in self._callbacks:
+            if isinstance(callback, ConfidenceChecksCallback):
+                callback._verification.destroy_hooks()
 
     @contextmanager
     def _skip_copy_of_best_weights(self) -> Iterator[None]:
