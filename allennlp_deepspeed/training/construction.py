@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import re
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
@@ -140,10 +140,14 @@ def construct(
         wrap=wrap,
     )
     with destroy_on_failure(wrapped_model):
-        with _restore_empty_groups(wrapped_model, empty_groups) as all_groups:
+        with ExitStack() as groups:
+            # At ZeRO stage 3 the groups are empty between steps.
+            groups.enter_context(Shards(wrapped_model.engine).in_param_groups())
+            if empty_groups:
+                groups.enter_context(_restore_empty_groups(wrapped_model.optimizer, empty_groups))
             schedule = _construct_part(
                 arguments["learning_rate_scheduler"],
-                optimizer=all_groups,
+                optimizer=wrapped_model.optimizer,
                 num_epochs=arguments["num_epochs"],
                 num_steps_per_epoch=None
                 if batches_per_epoch is None
@@ -310,23 +314,20 @@ def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, 
 
 @contextmanager
 def _restore_empty_groups(
-    wrapped_model: DeepSpeedWrappedModel, empty_groups: List[Dict[str, Any]]
-) -> Iterator[torch.optim.Optimizer]:
+    optimizer: torch.optim.Optimizer, empty_groups: List[Dict[str, Any]]
+) -> Iterator[None]:
     """
-    Context manager that yields the optimizer as AllenNLP's schedules for layer-wise learning rates
-    need it: with the empty default group at the end, which DeepSpeed has removed, and without other
-    empty groups, which all groups are between steps at ZeRO stage 3.
+    Context manager in which the optimizer has the empty groups that DeepSpeed has removed.
+    AllenNLP's schedules for layer-wise learning rates need the default group at the end.
 
     Works around DeepSpeed 0.19.8: it removes parameter groups without parameters from the given
     optimizer. Gone when they stay.
     """
-    optimizer = wrapped_model.optimizer
-    with Shards(wrapped_model.engine).in_param_groups():
-        optimizer.param_groups.extend(empty_groups)
-        try:
-            yield optimizer
-        finally:
-            del optimizer.param_groups[len(optimizer.param_groups) - len(empty_groups) :]
+    optimizer.param_groups.extend(empty_groups)
+    try:
+        yield
+    finally:
+        del optimizer.param_groups[-len(empty_groups) :]
 
 
 def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directories:
