@@ -88,8 +88,8 @@ def _defer_scale_update(optimizer: Any) -> Iterator[None]:
 
 def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     """
-    Returns the gradient scaler of fp16 autocast, which exists at stage 0 only, for its state and
-    for whether it skipped a step.
+    Returns the gradient scaler of fp16 autocast, which exists at stage 0 only, for its state, for
+    whether it skipped a step, and for its scale.
 
     Works around DeepSpeed 0.19.8: with `torch_autocast` to fp16, the loss scale of the `GradScaler`
     isn't saved in checkpoints, and `was_step_applied` returns true for a step that the scaler has
@@ -99,12 +99,17 @@ def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
-def scale(engine: DeepSpeedEngine) -> Optional[float]:
+def scale(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> Optional[float]:
     """
     Returns the scale of the next losses, or `None` if they aren't scaled. It synchronizes with the
     device.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    scaler : `Optional[torch.amp.GradScaler]`, required.
+        The engine's `grad_scaler`.
     """
-    scaler = grad_scaler(engine)
     if scaler is not None:
         return scaler.get_scale()
     loss_scaler = _loss_scaler(engine)

@@ -37,12 +37,15 @@ class StepFigures(NamedTuple):
         The highest learning rate of all parameter groups.
     grad_norm : `Optional[float]`
         The gradient norm of the last step before clipping, if it has been computed.
+    loss_scale : `Optional[float]`
+        The scale of the next losses. `None` if they aren't scaled.
     num_tokens : `Optional[int]`
         The tokens of the loss on all ranks since the last call, if the model counts them.
     """
 
     learning_rate: float
     grad_norm: Optional[float]
+    loss_scale: Optional[float]
     num_tokens: Optional[int]
 
 

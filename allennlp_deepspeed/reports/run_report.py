@@ -10,7 +10,6 @@ from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
 from allennlp_deepspeed import versions
-from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.worker_device import memory_in_use
 from allennlp_deepspeed.reports.console import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
@@ -94,7 +93,7 @@ class RunReport(TrainerCallback):
             "loss": interval.loss,
             "lr": figures.learning_rate,
             "grad_norm": figures.grad_norm,
-            "loss_scale": loss_scaling.scale(trainer.engine),
+            "loss_scale": figures.loss_scale,
             "seconds_per_step": seconds / max(interval.num_steps, 1),
             "samples_per_second": instances / seconds if instances else None,
             "tokens_per_second": None if tokens is None else tokens / seconds,

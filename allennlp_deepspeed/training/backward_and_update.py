@@ -60,8 +60,12 @@ class GradientStep:
         self._optimizer = wrapped_model.optimizer
         self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
         self._reports_norm = wrapped_model.config.grad_norm is not False
-        self._scaler = loss_scaling.grad_scaler(self._engine)
-        self._may_overflow = self._scaler is not None or wrapped_model.config.precision == "fp16"
+        precision = wrapped_model.config.precision
+        self.scaler: Optional[torch.amp.GradScaler] = None
+        """The gradient scaler of fp16 autocast at stage 0."""
+        if precision == "torch_autocast":
+            self.scaler = loss_scaling.grad_scaler(self._engine)
+        self._may_overflow = self.scaler is not None or precision == "fp16"
         self._gradient_synchronizer = gradient_synchronizer
         self._prefetch_traces = PrefetchTraces(self._engine)
         self._train_on = train_on
@@ -192,7 +196,7 @@ class GradientStep:
         others = 0 if self._finds_micro_batch_size else self._num_micro_batches - 1
         self._engine.global_samples += others * self._engine.train_batch_size()
         # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has set.
-        has_stepped = loss_scaling.step(self._engine, self._scaler)
+        has_stepped = loss_scaling.step(self._engine, self.scaler)
         if self._reports_norm and norm is None:
             norm = self._engine.get_global_grad_norm()
         self._norm = norm
@@ -208,7 +212,7 @@ class GradientStep:
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         )
-        return norm if self._scaler is None else norm / self._scaler.get_scale()
+        return norm if self.scaler is None else norm / self.scaler.get_scale()
 
     def check(self, num_steps: int) -> None:
         """
@@ -238,6 +242,7 @@ class GradientStep:
         return StepFigures(
             learning_rate=max(group["lr"] for group in self._optimizer.param_groups),
             grad_norm=self._last_norm(),
+            loss_scale=loss_scaling.scale(self._engine, self.scaler),
             num_tokens=None if self._loss_weights is None else self._loss_weights.pop_num_tokens(),
         )
 

@@ -734,8 +734,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "learning_rate_scheduler": self._learning_rate_scheduler,
             "momentum_scheduler": self._momentum_scheduler,
             "moving_average": self._moving_average,
-            # The scaler of autocast at stage 0, which DeepSpeed doesn't save.
-            "gradient_scaler": loss_scaling.grad_scaler(self.engine),
+            "gradient_scaler": self._gradient_step.scaler,
             "best_weights": self.best_weights,
             "gradient_synchronization": self._gradient_synchronizer,
             "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
