@@ -113,20 +113,25 @@ def end_forward_pass_on_error(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def support_inference_mode() -> Iterator[None]:
+def support_inference_mode(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Context manager in which modules can be called in `torch.inference_mode`. It affects the full
-    process.
+    Context manager in which modules can be called in `torch.inference_mode`.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+        An engine at stage 3.
 
     Works around DeepSpeed 0.19.8: at stage 3 the parameters of a module that is called in
     `torch.inference_mode` become inference tensors, which can't be used in a backward pass. Gone
     when they don't.
     """
+    offload: Any = engine.optimizer.parameter_offload
     functions = {
-        name: torch.inference_mode(False)(getattr(parameter_offload.DeepSpeedZeRoOffload, name))
+        name: torch.inference_mode(False)(getattr(offload, name))
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function")
     }
-    with internals.replace_attributes(parameter_offload.DeepSpeedZeRoOffload, **functions):
+    with internals.replace_attributes(offload, **functions):
         yield
 
 

@@ -75,7 +75,6 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         undo.enter_context(parameter_layout.support_any_layout())
         undo.enter_context(module_hooks.skip_linear_function_without_graph())
         undo.enter_context(module_hooks.keep_external_parameters())
-        undo.enter_context(module_hooks.support_inference_mode())
         undo.enter_context(released_parameters.track_released_parameters())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)

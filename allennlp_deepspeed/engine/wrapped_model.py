@@ -210,6 +210,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if config.zero_stage == 3:
             enter(module_hooks.skip_hooks_without_graph(model))
             enter(refuse_inner_gradients(model))
+            enter(module_hooks.support_inference_mode(self.engine))
             enter(module_hooks.support_repeated_leaf_calls(self.engine))
             enter(module_hooks.end_forward_pass_on_error(model))
             if not is_alone:
