@@ -3,7 +3,7 @@
 import os
 import shutil
 from contextlib import ExitStack, suppress
-from typing import Any, Callable, Iterable, Set
+from typing import Any, Callable, Iterable, List, Set
 
 import torch
 from allennlp.training.optimizers import MultiOptimizer
@@ -107,21 +107,25 @@ def remove_swap_files(folders: Iterable[str]) -> None:
                 os.rmdir(parent)
 
 
-def correct_bias_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def adams_on_cpu(optimizer: torch.optim.Optimizer) -> List[Any]:
+    """Returns the optimizer, or those of several, if they are DeepSpeed's Adam on the CPU."""
+    parts = optimizer.optimizers.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
+    # The operator of FusedAdam is that of the device.
+    is_cpu = get_accelerator().device_name() == "cpu"
+    classes = (DeepSpeedCPUAdam, FusedAdam) if is_cpu else DeepSpeedCPUAdam
+    return [part for part in parts if isinstance(part, classes)]
+
+
+def correct_bias_by_step_count(optimizer: Any) -> Callable[[], None]:
     """
-    Makes DeepSpeed's Adam compute the bias correction of each step from the step count, on the CPU.
-    Returns a function that undoes this.
+    Makes an optimizer of `adams_on_cpu` compute the bias correction of each step from the step
+    count. Returns a function that undoes this.
 
     Works around DeepSpeed 0.19.8: `cpu_adam.h` computes powers of the betas by multiplication in
     each step, but by `pow` after a checkpoint is loaded, which rounds differently. With offload or
     on the CPU, a resumed run therefore has other weights than an uninterrupted one. Gone when both
     are the same to the last bit.
     """
-    if isinstance(optimizer, MultiOptimizer):
-        with ExitStack() as undo:
-            for part in optimizer.optimizers.values():
-                undo.callback(correct_bias_by_step_count(part))
-            return undo.pop_all().close
     forget_powers: Callable[..., Any]
     if isinstance(optimizer, DeepSpeedCPUAdam):
 
@@ -131,7 +135,7 @@ def correct_bias_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[],
                 optimizer.opt_id, 0.0, 0.0, 0.0, 0.0, 0.0, optimizer.adam_w_mode, False
             )
 
-    elif isinstance(optimizer, FusedAdam) and get_accelerator().device_name() == "cpu":
+    else:
         # The same operator, which only an empty step can reset.
         nothing = torch.empty(0, dtype=torch.float32)
 
@@ -141,6 +145,4 @@ def correct_bias_by_step_count(optimizer: torch.optim.Optimizer) -> Callable[[],
                 0, nothing, [[nothing]] * 4, 0.0, 0.0, 0.0, 0.0, 0, mode, 0, 0.0
             )
 
-    else:
-        return lambda: None
     return optimizer.register_step_pre_hook(forget_powers).remove

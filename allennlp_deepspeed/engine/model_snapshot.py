@@ -6,7 +6,6 @@ import os
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
-import torch.distributed as dist
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals, weights
@@ -98,19 +97,22 @@ class ModelSnapshot:
     def write_master_weights(self, engine: DeepSpeedEngine) -> None:
         """
         Writes the model's fp32 weights into the master weights of a half-precision engine in a
-        single process, and removes states of earlier steps from an optimizer that doesn't update
-        the parameters. Every rank must call it after the engine has been initialized.
+        single process.
 
         Works around DeepSpeed 0.19.8: it initializes its fp32 master weights from the weights after
         rounding them to half precision. Gone when the master weights are the model's fp32 weights.
         """
-        values, self._values = self._values, {}
-        is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in values)
-        is_alone = dist.get_world_size() == 1
-        if is_alone and is_half and not engine.zero_nvme_offload_optimizer():
+        if not engine.zero_nvme_offload_optimizer():
             for parameter, fragment in Shards(engine).fragments.items():
-                if parameter in values:
-                    fragment.write(fragment.master.data, values[parameter])
+                if parameter in self._values:
+                    fragment.write(fragment.master.data, self._values[parameter])
+
+    def forget_values(self, engine: DeepSpeedEngine) -> None:
+        """
+        Releases the recorded values, and removes states of earlier steps from an optimizer that
+        doesn't update the parameters. Must be called after the engine has been initialized.
+        """
+        self._values = {}
         if engine.optimizer is not engine.basic_optimizer:
             for parameter in self._states:
                 engine.basic_optimizer.state.pop(parameter, None)

@@ -35,6 +35,7 @@ from allennlp_deepspeed.engine import (
 )
 from allennlp_deepspeed.engine.compilation import Compiler
 from allennlp_deepspeed.engine.engine_workarounds import (
+    adams_on_cpu,
     allow_plain_backward,
     correct_bias_by_step_count,
     destroy,
@@ -222,14 +223,17 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if isinstance(self.optimizer, torch.optim.Adagrad):
             keep_adagrad(self.engine)
         enter(loss_scaling.refuse_other_steps(self.engine))
-        self._undo.callback(correct_bias_by_step_count(self.optimizer))
+        for adam in adams_on_cpu(self.optimizer):
+            self._undo.callback(correct_bias_by_step_count(adam))
         if config.precision == "fp16":
             enter(loss_scaling.fix_loss_scale(self.engine))
         if self._compiler is not None:
             if config.zero_stage == 3:
                 enter(self._compiler.compile_leaf_modules(model))
             enter(self._compiler.exclude_uncompilable(model))
-        before.write_master_weights(self.engine)
+        if is_alone and config.precision in _HALF_PRECISION:
+            before.write_master_weights(self.engine)
+        before.forget_values(self.engine)
         shards_states = self.engine.optimizer is not self.engine.basic_optimizer
         self._must_resume = has_lost_states or (has_stepped and shards_states)
         if config.zero_stage == 0 and config.precision != "fp16":
