@@ -1,8 +1,8 @@
 """
 Trains any AllenNLP model on DeepSpeed's engine, from the config file.
 
-Works around DeepSpeed 0.19.8: its logger writes to the standard output from its import on, and
-would mix with the output of our commands. Gone when its logger writes to the standard error.
+Works around DeepSpeed 0.19.8: its logger writes to the standard output, which is for the output of
+our commands. Gone when its logger writes to the standard error.
 """
 
 import contextlib

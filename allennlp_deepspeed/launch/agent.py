@@ -286,7 +286,7 @@ class _Agent(LocalElasticAgent):
     @overrides
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """
-        Works around torch 2.14.1: after a restart, workers get the address of the first round's
+        Works around PyTorch 2.14.1: after a restart, workers get the address of the first round's
         store, and the node that runs it may be lost. Gone when `next_rendezvous` reads it again.
         """
         handler: Any = self._rdzv_handler
@@ -534,7 +534,7 @@ def _is_caused_by_others(failed: ProcessFailure, failure: Optional[Failure]) -> 
 
 def _limit_shutdown_time(context: Any) -> None:
     """
-    Works around torch 2.14.1: after a worker has failed, the others are killed 30 seconds after
+    Works around PyTorch 2.14.1: after a worker has failed, the others are killed 30 seconds after
     SIGTERM, even if the agent has another time limit. Gone when `MultiprocessContext` takes one.
     """
     context._pc.join = functools.partial(context._pc.join, grace_period=_SHUTDOWN_SECONDS)
