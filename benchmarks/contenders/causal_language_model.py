@@ -66,6 +66,8 @@ class CausalLanguageModel(Model):
     ) -> None:
         super().__init__(vocab, **kwargs)
         self._embedding = torch.nn.Embedding(vocab_size, width)
+        # GPT-2's. With PyTorch's, the first losses are many times the logarithm of `vocab_size`.
+        torch.nn.init.normal_(self._embedding.weight, std=0.02)
         self._positions = torch.nn.Embedding(num_tokens, width)
         # One by one: `TransformerEncoder` would copy a whole layer, which can't be done to one that
         # is constructed partitioned.

@@ -2,6 +2,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict
 
+import torch
 from allennlp.common import Params
 from allennlp.common.util import prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
@@ -73,7 +74,12 @@ class RandomTexts(Workload):
     def build_model(self) -> Model:
         prepare_environment(Params({"random_seed": SEED, "numpy_seed": SEED, "pytorch_seed": SEED}))
         size = {"type": "causal_language_model", **self.size}
-        return Model.from_params(Params(size), vocab=Vocabulary())
+        model = Model.from_params(Params(size), vocab=Vocabulary())
+        if self.bf16:
+            # DeepSpeed alone copies its fp32 master weights from those in bf16, this package from
+            # those of the model. Rounded here, they are the same.
+            model.to(torch.bfloat16).to(torch.float32)
+        return model
 
     @overrides
     def deepspeed_config(self, world_size: int) -> Dict[str, Any]:
