@@ -47,22 +47,22 @@ class EstimateMemory:
         subparser.add_argument(
             "--workers",
             type=_positive,
-            help="number of workers (default: that of the config)",
+            help="number of workers (default = that of the config)",
         )
         subparser.add_argument(
             "--gpu-memory",
             type=_bytes,
-            help="memory of each GPU, such as 80GB or 40GiB (default: that of this machine's GPU)",
+            help="memory of each GPU, such as 80GB or 40GiB (default = that of this machine's GPU)",
         )
         subparser.add_argument(
             "--cpu-memory",
             type=_bytes,
-            help="CPU memory of each node (default: that of this machine)",
+            help="CPU memory of each node (default = that of this machine)",
         )
         subparser.add_argument(
             "--nvme-memory",
             type=_bytes,
-            help="free space on the NVMe device of each node (default: the free space at the "
+            help="free space on the NVMe device of each node (default = the free space at the "
             "config's 'nvme_path', or else in the current directory)",
         )
         subparser.add_argument(

@@ -23,14 +23,14 @@ class Export:
             "source",
             type=str,
             metavar="serialization_dir",
-            help="serialization directory of the training, a checkpoint in it, or (with --format "
+            help="serialization directory of the run, a checkpoint in it, or (with --format "
             "huggingface or --adapters-only) an archive",
         )
         checkpoint = subparser.add_mutually_exclusive_group()
         checkpoint.add_argument(
             "--epoch",
             type=int,
-            help="checkpoint after this number of completed epochs (default: the newest)",
+            help="checkpoint after this number of completed epochs (default = newest)",
         )
         checkpoint.add_argument(
             "--best",
@@ -47,7 +47,7 @@ class Export:
         subparser.add_argument(
             "--output",
             type=str,
-            help="output directory (default: export_... in the serialization directory)",
+            help="output directory (default = export_... in the serialization directory)",
         )
         subparser.add_argument(
             "--module",
@@ -59,19 +59,19 @@ class Export:
             "--max-shard-size",
             type=str,
             help="with --format huggingface: maximum size of a weights file, such as 500MB "
-            "(default: 5GB)",
+            "(default = 5GB)",
         )
         adapters = subparser.add_mutually_exclusive_group()
         adapters.add_argument(
             "--adapters-only",
             "--adapters",
             action="store_true",
-            help="export LoRA's adapters only, as peft's files, and the tokenizer",
+            help="export the LoRA adapters only, in peft's format, and the tokenizer",
         )
         adapters.add_argument(
             "--merge-adapters",
             action="store_true",
-            help="merge LoRA's adapters into the weights, for an archive that doesn't need peft",
+            help="merge the LoRA adapters into the weights, for an archive that doesn't need peft",
         )
         subparser.set_defaults(func=self.run)
         return subparser

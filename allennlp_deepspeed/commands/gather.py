@@ -29,7 +29,7 @@ class Gather:
         subparser.add_argument(
             "--epoch",
             type=int,
-            help="checkpoint after this number of completed epochs (default: the newest)",
+            help="checkpoint after this number of completed epochs (default = newest)",
         )
         subparser.set_defaults(func=self.run)
         return subparser

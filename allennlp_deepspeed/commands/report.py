@@ -19,12 +19,12 @@ class Report:
             "serialization_dirs",
             nargs="+",
             metavar="serialization_dir",
-            help="serialization directory of a training; several are compared",
+            help="serialization directory of a run; several are compared",
         )
         subparser.add_argument(
             "--output",
             type=str,
-            help="output file (default: report.html in the first directory)",
+            help="output file (default = report.html in the first directory)",
         )
         subparser.set_defaults(func=self.run)
         return subparser
