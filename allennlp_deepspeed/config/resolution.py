@@ -147,7 +147,7 @@ def _resolve_stage(config: Dict[str, Any]) -> None:
     if configured_value(config, STAGE) is None:
         fill(config, STAGE, DEFAULT_STAGE, 'the trainer\'s default, that of "zero_2"')
     else:
-        logger.info("%s.%s = %s", ROOT, STAGE, lookup(config, STAGE))
+        log_value(STAGE, lookup(config, STAGE), f"from {ROOT}")
 
 
 def _resolve_batch_sizes(
