@@ -150,14 +150,14 @@ def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -
     fixed = [key for key in differing if not may_change(key)]
     if fixed:
         raise ConfigurationError(
-            f"A training must be resumed with its original config, {path}. Different now: "
+            f"A training must be resumed with its original config, {path}. Changed keys: "
             f"{_changes(params, recorded, fixed[:_MAX_NAMED])}"
             + (f"; and {len(fixed) - _MAX_NAMED} more" if len(fixed) > _MAX_NAMED else "")
             + ". Restore the values, or train into another directory."
         )
     if differing:
         changes = _changes(params, recorded, differing)
-        announce(logger, "Resuming with a changed config, saved to %s: %s", path, changes)
+        announce(logger, "Resuming with a changed config (saved to %s): %s", path, changes)
         _replace_config(path, params)
 
 
@@ -178,7 +178,7 @@ def _replace_config(path: str, params: Params) -> None:
 
 def _changes(params: Params, recorded: Params, keys: List[str]) -> str:
     now, then = params.as_flat_dict(), recorded.as_flat_dict()
-    return "; ".join(f"{key} was {_value(then, key)} and is {_value(now, key)}" for key in keys)
+    return "; ".join(f"{key}: {_value(then, key)} -> {_value(now, key)}" for key in keys)
 
 
 def _value(flat: Dict[str, Any], key: str) -> str:

@@ -79,7 +79,7 @@ def test_what_cannot_change_is_named_and_nothing_is_written(tmp_path: Path) -> N
     before = recorded.read_text()
     with pytest.raises(ConfigurationError) as refused:
         resumption.accept_changes(params(grad_norm=2.0, num_epochs=9), tmp_path)
-    assert "trainer.grad_norm was 1.5 and is 2.0" in str(refused.value)
+    assert "trainer.grad_norm: 1.5 -> 2.0" in str(refused.value)
     assert "num_epochs" not in str(refused.value)
     assert recorded.read_text() == before
     resumption.accept_changes(params(grad_norm=1.5, num_epochs=9), tmp_path)
