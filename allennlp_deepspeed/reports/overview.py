@@ -3,6 +3,7 @@ Summarizes the settings of a training in about ten lines.
 """
 
 import collections
+import os
 import re
 from typing import Any, List, Mapping, Optional, Tuple
 
@@ -51,8 +52,8 @@ def overview(trainer: Any, keys: Mapping[str, Any], serialization_dir: str) -> L
         ("batch", _batch(trainer)),
         ("optimizer", _optimizer(trainer)),
         ("gradients", _gradients(config, keys)),
-        ("saving memory", _saving_memory(config, keys)),
         ("model states", _model_states(trainer, keys)),
+        ("memory", _memory(trainer, config, keys)),
         ("checkpoints", _checkpoints(trainer, serialization_dir)),
     ]
     return [line for line in lines if line[1]]
@@ -72,7 +73,7 @@ def _workers(trainer: Any) -> str:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "the CPU"
     if dist.get_world_size() == 1:
-        return f"1 process on {name}"
+        return f"1 on {name}"
     hosts = collections.Counter(trainer.directories.hosts)
     where = "" if len(hosts) == 1 else f" of {', '.join(f'{h} ({n})' for h, n in hosts.items())}"
     return f"{dist.get_world_size()} on {name}{where}"
@@ -143,16 +144,25 @@ def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
     if dist.get_world_size() > 1:
         setting = keys["gradient_synchronization"]
         mode = {
-            "auto": "automatically",
-            "step": "once a step",
+            "auto": "once per step if memory allows",
+            "step": "once per step",
             "micro_batch": "after each micro-batch",
         }[setting]
-        if not config.accumulates and not keys.get("grad_cache"):
-            mode = "once a step"
-        texts.append(f"reduced {mode} (gradient_synchronization {setting})")
+        is_set_by_key = config.accumulates or keys.get("grad_cache")
+        texts.append(
+            f"reduced {mode} (gradient_synchronization {setting})"
+            if is_set_by_key
+            else "reduced once per step"
+        )
     if keys.get("grad_cache"):
         texts.append("gradient caching")
     return ", ".join(texts)
+
+
+def _memory(trainer: Any, config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
+    device = trainer.cuda_device
+    place = "GPU memory" if device.type == "cuda" else "CPU memory on this node"
+    return f"{decimal(memory_size(device))} {place}; {_saving_memory(config, keys)}"
 
 
 def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
@@ -174,7 +184,6 @@ def _saving_memory(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
 def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
     """Describes the size of the model states, as counted by `allennlp deepspeed estimate`."""
     states = _estimate_states(trainer, keys)
-    there_is = memory_size(trainer.cuda_device)
     is_gpu = trainer.cuda_device.type == "cuda"
     places = {"the GPU": states.gpu, "the CPU": states.cpu, "NVMe": states.nvme}
     if not is_gpu:
@@ -192,7 +201,7 @@ def _model_states(trainer: Any, keys: Mapping[str, Any]) -> str:
     # On a CPU only the part of a buffer that is used takes memory.
     if is_gpu and (buffers := states.gpu.buffers + states.cpu.buffers):
         text += f", buffers {decimal(buffers)} (reduce_bucket_size and others)"
-    return f"{text}; the {'GPU' if is_gpu else 'machine'} has {decimal(there_is)}"
+    return text
 
 
 def _estimate_states(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
@@ -209,13 +218,15 @@ def _checkpoints(trainer: Any, serialization_dir: str) -> str:
     if checkpointer is None:
         return "none"
     keys = checkpointer.keys
-    times = ["each epoch"] if keys["save_completed_epochs"] else []
+    times = ["after each epoch"] if keys["save_completed_epochs"] else []
     if keys["save_every_num_batches"] is not None:
         times.append(f"every {keys['save_every_num_batches']} steps")
     if keys["save_every_num_seconds"] is not None:
         times.append(f"every {keys['save_every_num_seconds']:g} s")
+    if checkpointer.save_on_preemption:
+        times.append("on SIGTERM")
+    if not times:
+        return "none"
     kept = keys["keep_most_recent_by_count"]
-    texts = [f"in {serialization_dir}", f"after {' and '.join(times)}" if times else "never saved"]
-    if kept is not None:
-        texts.append(f"keeping the newest {kept}")
-    return ", ".join(texts)
+    text = f"saved to {os.path.join(serialization_dir, '')} {' and '.join(times)}"
+    return text if kept is None else f"{text}, newest {kept} kept"
