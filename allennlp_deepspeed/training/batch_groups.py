@@ -67,15 +67,24 @@ class BatchGroups:
         The number of micro-batches of a group.
     device : `torch.device`, required.
         The device that the process group communicates on.
+    warns : `bool`, optional (default = `True`)
+        Whether batches that this rank drops are logged as a warning, and not at level INFO.
     """
 
     def __init__(
-        self, data_loader: DataLoader, num_gradient_accumulation_steps: int, device: torch.device
+        self,
+        data_loader: DataLoader,
+        num_gradient_accumulation_steps: int,
+        device: torch.device,
+        warns: bool = True,
     ) -> None:
         self._data_loader = data_loader
         self._full_size = num_gradient_accumulation_steps
         self._device = device
         self._num_batches = _length(data_loader)
+        self._level = logging.WARNING if warns else logging.INFO
+        self.has_dropped = False
+        """Whether this rank has dropped batches that other ranks lack."""
 
     def __iter__(self) -> Iterator[BatchGroup]:
         groups = lazy_groups_of(self._data_loader, self._full_size)
@@ -119,7 +128,7 @@ class BatchGroups:
             yield BatchGroup(batches[:common_size], len(batches))
         surplus = sum(map(len, groups))
         if surplus > 0:
-            _warn_of_surplus("a batch" if surplus == 1 else f"{surplus} batches")
+            self._log_dropped("1 batch" if surplus == 1 else f"{surplus} batches")
 
     def _unknown_length_groups(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         common_size: Optional[int] = None
@@ -130,12 +139,22 @@ class BatchGroups:
             if is_first and common_size == 0:
                 raise ConfigurationError(_NO_DATA)
             if common_size < len(batches):
-                _warn_of_surplus("some batches")
+                self._log_dropped("batches")
             if common_size > 0:
                 yield BatchGroup(batches[:common_size], len(batches))
         if self._num_batches is not None:
             # As above, for loaders that preserve their position.
             deque(groups, maxlen=0)
+
+    def _log_dropped(self, what: str) -> None:
+        self.has_dropped = True
+        logger.log(
+            self._level,
+            "Rank %d drops %s at the end of each epoch, because another rank has fewer batches. "
+            "To train on all instances, make their number divisible by world size × batch size.",
+            dist.get_rank(),
+            what,
+        )
 
     def _min_over_ranks(self, value: int) -> int:
         """Returns the minimum over all ranks."""
@@ -223,13 +242,3 @@ def _length(data_loader: DataLoader) -> Optional[int]:
         return len(data_loader)
     except TypeError:
         return None
-
-
-def _warn_of_surplus(what: str) -> None:
-    logger.warning(
-        "Rank %d ends the epoch early and drops %s, because another rank has less data. A small "
-        "imbalance is fine; to avoid it, make the number of instances divisible by the number of "
-        "workers times the batch size.",
-        dist.get_rank(),
-        what,
-    )

@@ -238,6 +238,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._progress = Progress()
             super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
             self._has_trained = False
+            self._has_dropped_batches = False
             self._directories = find_directories(arguments, wrapped_model.config)
             if distributed:
                 self._primary = self._directories.is_leader
@@ -491,8 +492,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._fast_forward.start_epoch()
         self._weight_change_detector.start_epoch()
         self._buffer_broadcast.find_buffers()
+        # Once a run, even if it is interrupted.
+        warns = not (self._has_dropped_batches or self._progress.is_fast_forwarding_epoch)
         groups = BatchGroups(
-            self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device
+            self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device, warns
         )
         with self._step_metrics.start_steps(groups.expected_length, self._primary) as progress_bar:
             for group in groups:
@@ -502,6 +505,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 else:
                     self._train_step(group, epoch)
                 progress_bar.update()
+            self._has_dropped_batches |= groups.has_dropped
 
             self._step_metrics.finish_batch_metrics()
             if self._step_metrics.logging_interval.num_steps_since_log > 0:

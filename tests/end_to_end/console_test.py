@@ -144,7 +144,7 @@ def test_checkpoints_and_what_comes_next_are_told(plain: Trained) -> None:
 
 
 def test_a_warning_is_shown_once(plain: Trained) -> None:
-    warning = "Rank 0 ends the epoch early"
+    warning = "Rank 0 drops 1 batch at the end of each epoch"
     assert plain.run.output.count(warning) == 1
     assert plain.logs.count(warning) == 2
     # What each training logs as a warning, and is none.
