@@ -58,9 +58,15 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def announce(logger: logging.Logger, message: str, *args: Any, rendered: Any = None) -> None:
+def announce(
+    logger: logging.Logger,
+    message: str,
+    *args: Any,
+    rendered: Any = None,
+    level: int = logging.INFO,
+) -> None:
     """
-    Logs a message at level INFO that the console shows.
+    Logs a message that the console shows as it is, without its level.
 
     # Parameters
 
@@ -70,9 +76,10 @@ def announce(logger: logging.Logger, message: str, *args: Any, rendered: Any = N
         The arguments of the message, as for `Logger.info`.
     rendered : `Any`, optional (default = the message)
         A renderable of `rich` that a console shows instead.
+    level : `int`, optional (default = `logging.INFO`)
     """
     rendered = message % args if rendered is None else rendered
-    logger.info(message, *args, extra={_ATTRIBUTE: rendered}, stacklevel=2)
+    logger.log(level, message, *args, extra={_ATTRIBUTE: rendered}, stacklevel=2)
 
 
 def announcement(record: logging.LogRecord) -> Any:

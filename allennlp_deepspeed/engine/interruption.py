@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.util import SigTermReceived
 
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.engine import collectives
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,8 @@ def interrupted(signal_number: int, where: str) -> BaseException:
     Returns the exception to raise for a signal that the ranks have agreed on. In a single process
     Ctrl-C raises its usual `KeyboardInterrupt`.
     """
-    message = f"{signal.Signals(signal_number).name} received: leaving {where}."
-    logger.warning(message)
+    message = f"Stopped by {signal.Signals(signal_number).name} {where}."
+    announce(logger, message, level=logging.WARNING)
     if signal_number == signal.SIGINT and dist.get_world_size() == 1:
         return KeyboardInterrupt(message)
     return TrainingInterrupted(message, signal_number)

@@ -43,9 +43,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from allennlp_deepspeed.announcements import silence
+from allennlp_deepspeed.announcements import announce, silence
 from allennlp_deepspeed.engine import module_calls, worker_failure
 from allennlp_deepspeed.engine.worker_failure import Failure
+from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed_import_hook import fork_server
 
 logger = logging.getLogger(__name__)
@@ -322,9 +323,11 @@ class _Agent(LocalElasticAgent):
             # Elastic names a signal only if this process had it: workers may have to save then. At
             # the second one it calls this method again.
             seconds, self._seconds_to_stop = self._node.shutdown_timeout, 0
-            logger.warning(
-                f"{death_sig.name} received: waiting for the workers to finish their step. A "
-                "second signal ends them at once."
+            if (console := consoles.current()) is not None and console.is_terminal:
+                console.line()  # the terminal shows ^C after a progress bar
+            _announce(
+                f"{death_sig.name} received: stopping the workers after the current step. A "
+                "second signal kills them."
             )
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
         super()._shutdown(sent, math.ceil(seconds))
@@ -386,7 +389,7 @@ class _Agent(LocalElasticAgent):
                 f"{reason}\nAll nodes are still there. Restarts left: {self._remaining_restarts}."
             ]
         num_workers = len(members) * self._node.num_workers
-        logger.warning(
+        _announce(
             " ".join(
                 [
                     *changed,
@@ -413,7 +416,7 @@ class _Agent(LocalElasticAgent):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 waits = self._node.num_nodes > 1 and self._node.min_nodes is None
-                logger.warning(
+                _announce(
                     f"{self.last_failure}\nRestarting the workers of all nodes from the newest "
                     "checkpoint. "
                     + ("If a node is lost, run its command again. " if waits else "")
@@ -437,7 +440,7 @@ class _Agent(LocalElasticAgent):
         if waiting and not missing:
             self._was_stopped = True
             self._seconds_to_stop = self._node.shutdown_timeout
-            logger.warning(
+            _announce(
                 "A node is joining: all workers stop after the same step and save a checkpoint."
             )
             return waiting
@@ -465,9 +468,7 @@ class _Agent(LocalElasticAgent):
             return False
         last, self._last_step = self._last_step, failure.step
         if last == failure.step:
-            logger.warning(
-                f"Step {failure.step + 1} failed twice, so the workers are not restarted."
-            )
+            _announce(f"Step {failure.step + 1} failed twice, so the workers are not restarted.")
         return last == failure.step
 
     def _describe(self, failed: ProcessFailure, failure: Optional[Failure]) -> BaseException:
@@ -611,7 +612,7 @@ def _wait_for_store(node: Node) -> str:
                 ) from error
             if waited > line_after:
                 line_after = math.inf
-                logger.warning(
+                _announce(
                     f"Node {node.rank} is waiting for node 0 (or a store) at {node.endpoint}."
                 )
         time.sleep(_RETRY_SECONDS)
@@ -635,6 +636,11 @@ def _signal_handlers_of_elastic() -> Iterator[None]:
             if is_main:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+
+
+def _announce(event: str) -> None:
+    """Shows an event each time that it occurs, whereas the console shows a warning once."""
+    announce(logger, "%s", event, level=logging.WARNING)
 
 
 def _interruption(number: signal.Signals) -> BaseException:

@@ -61,15 +61,14 @@ def print_how_to_resume(arguments: Dict[str, Any]) -> Iterator[None]:
         The arguments of AllenNLP's `train_model`.
     """
     config = arguments["params"].as_dict(quiet=True)
-    trainer, distributed = config.get("trainer"), config.get("distributed")
+    distributed, change = config.get("distributed"), _change_to_resume(config, arguments)
     is_elastic = isinstance(distributed, dict) and distributed.get("min_nodes") is not None
-    resumes_by_itself = isinstance(trainer, dict) and trainer.get("resume") == "auto"
     try:
         yield
     except (KeyboardInterrupt, SigTermReceived) as error:
         with suppress(OSError):
             directory = os.fspath(arguments["serialization_dir"])
-            print(_how_to_resume(directory, resumes_by_itself, is_elastic), flush=True)
+            print(_how_to_resume(directory, change, is_elastic), flush=True)
         if not _is_command():
             raise
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
@@ -94,7 +93,18 @@ def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, 
     ]
 
 
-def _how_to_resume(directory: str, resumes_by_itself: bool, is_elastic: bool) -> str:
+def _change_to_resume(config: Dict[str, Any], arguments: Dict[str, Any]) -> str:
+    """Returns how the command must be changed to resume."""
+    trainer = config.get("trainer")
+    resumes_by_itself = isinstance(trainer, dict) and trainer.get("resume") == "auto"
+    if resumes_by_itself or arguments.get("recover"):
+        return "run the same command"
+    if arguments.get("force"):
+        return "replace --force by --recover in the command"
+    return "add --recover to the command"
+
+
+def _how_to_resume(directory: str, change: str, is_elastic: bool) -> str:
     found = CheckpointDirectory(directory).list_checkpoints()
     if not found:
         how = "start again with --force, or with another directory."
@@ -102,10 +112,7 @@ def _how_to_resume(directory: str, resumes_by_itself: bool, is_elastic: bool) ->
             how = f"run the same command if other nodes are training; otherwise {how}"
         return f"No checkpoint in {directory}: {how}"
     name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
-    how = "run the same command"
-    if not resumes_by_itself:
-        how += " with --recover and without --force"
-    return f"Newest checkpoint: {name}. To resume, {how}"
+    return f"To resume from {name}, {change}."
 
 
 def _is_command() -> bool:

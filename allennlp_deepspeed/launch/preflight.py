@@ -86,9 +86,9 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
                 return worker.train(train_model, arguments, None)
             if launched is not None and launcher.is_worker(config, launched):
                 return _train_as_worker(train_model, arguments, launched)
-        node = nodes.local_node(config, arguments.get("node_rank", 0))
-        returns_model = arguments.pop("return_model", None)
-        run_workers(node, worker.run, dict(os.environ), arguments, settings)
+            node = nodes.local_node(config, arguments.get("node_rank", 0))
+            returns_model = arguments.pop("return_model", None)
+            run_workers(node, worker.run, dict(os.environ), arguments, settings)
     if not returns_model or arguments.get("dry_run"):
         return None
     return Model.load(arguments["params"], arguments["serialization_dir"])

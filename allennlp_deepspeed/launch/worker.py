@@ -114,8 +114,7 @@ def run(
             store = _store_of_training(node, training) if node.num_nodes > 1 else None
             if store is not None and node.min_nodes is not None:
                 # The agent logs why it stops its workers: a node joins, or a node is told to end.
-                log = interruption.logger
-                stack.enter_context(mock.patch.object(log, "warning", log.info))
+                stack.enter_context(mock.patch.object(interruption, "announce", _log_only))
                 stack.enter_context(_archive_only_at_end())
                 # Whether the command of a node that joins has the flag doesn't matter.
                 if is_created(store, leader=0):
@@ -361,3 +360,7 @@ def _become_worker(
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _log_only(logger: logging.Logger, message: str, **kwargs: Any) -> None:
+    logger.info(message)

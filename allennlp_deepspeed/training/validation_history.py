@@ -75,7 +75,7 @@ class ValidationHistory:
             # The same ranks stop at the same batch as in AllenNLP's loop.
             if collectives.all_reduce_any(False, self._device):
                 return
-            self._raise_if_interrupted("before it has caught up with the checkpoint")
+            self._raise_if_interrupted("while fast-forwarding to the checkpoint")
         collectives.all_reduce_any(True, self._device)
 
     def state_dict(self) -> Dict[str, Any]:

@@ -116,9 +116,8 @@ def test_an_interrupted_launch_says_how_to_continue(
     environment = {"ALLENNLP_LOG_LEVEL": ""}
     run = launched.run([*torchrun, *train(config, tmp_path, "--force")], environment=environment)
     assert run.returncode != 0
-    how = "run the same command with --recover and without --force"
-    (line,) = [line for line in launched.output().splitlines() if "Newest checkpoint" in line]
-    assert line.endswith(f"To resume, {how}")
+    (line,) = [line for line in launched.output().splitlines() if "To resume from" in line]
+    assert line.endswith("replace --force by --recover in the command.")
 
 
 def test_a_failure_ends_all_of_a_launchers_processes(

@@ -135,7 +135,7 @@ def test_a_signal_leaves_an_archive_of_the_best_weights(
         config["data_loader"] = {"batch_size": 6, "num_workers": 1, "max_instances_in_memory": 12}
     run = train(config, tmp_path)
     assert run.returncode != 0
-    assert f"{signal_name} received: leaving " in run.output
+    assert f"Stopped by {signal_name} " in run.output
     assert "Attempting to create a model archive using the current best epoch weights" in run.output
     one_epoch = {**config, "trainer": {**config["trainer"], "callbacks": [], "num_epochs": 1}}
     assert_same_weights(
@@ -160,7 +160,7 @@ def test_a_signal_of_the_terminal(tmp_path: Path, signal_name: str, command: Any
     signal = callback("send_signal", point=TRAINING, signal_name=signal_name, to="session")
     run = train(tagger(2, signal), tmp_path, command=command)
     assert run.returncode != 0
-    assert f"{signal_name} received: waiting for the workers" in run.output
+    assert f"{signal_name} received: stopping the workers" in run.output
     assert Result(tmp_path / "out").archive.exists()
 
 
@@ -179,7 +179,7 @@ def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
     ]
     run = train(config, tmp_path)
     assert run.returncode == 1, run.output[-6000:]
-    assert "SIGTERM received: waiting for" in run.output and "Traceback" not in run.output
+    assert "SIGTERM received: stopping the workers" in run.output and "Traceback" not in run.output
 
 
 def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
@@ -197,7 +197,7 @@ def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: s
     config["trainer"]["checkpointer"] = {"save_on_preemption": True}
     run = train(config, tmp_path)
     assert run.returncode != 0
-    assert f"{signal_name} received: leaving" in run.output
+    assert f"Stopped by {signal_name} " in run.output
     assert "Traceback" not in run.output
     result = Result(tmp_path / "out")
     best = torch.load(result.serialization_dir / "best.th", weights_only=True)
@@ -254,5 +254,5 @@ def test_a_signal_before_a_run_has_caught_up_with_its_checkpoint(tmp_path: Path)
     # As if it were to go on from the end of the last epoch.
     run = train(config, tmp_path, "--recover", environment={"SIGNAL_WHILE_LOADING": "1"})
     assert run.returncode != 0
-    assert "SIGTERM received: leaving before it has caught up" in run.output
+    assert "Stopped by SIGTERM while fast-forwarding" in run.output
     assert_same_weights(result.weights(), weights, tolerance=0)

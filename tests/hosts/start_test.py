@@ -85,7 +85,7 @@ def test_ctrl_c_ends_workers_that_wait_for_those_of_another_node(two_hosts: Host
     commands[0].wait_until_it_prints("done creating vocab")
     commands[0].signal(signal.SIGINT)
     first, second = wait_for_all(commands, 40)
-    assert "SIGINT received: waiting for the workers" in message(first)
+    assert "SIGINT received: stopping the workers" in message(first)
     assert "another node ended the training" in message(second)
 
 
@@ -138,6 +138,6 @@ def test_two_nodes_train_with_the_console_as_users_have_it(two_hosts: Hosts, tmp
         run.check()
     first, second = (run.output for run in runs)
     assert " workers        4 on the CPU of host-0 (2), host-1 (2)" in first
-    assert "Epoch 0/0 in " in first and "Saved checkpoint_e1_b0" in first
+    assert "Epoch 1 of 1 in " in first and "Saved checkpoint_e1_b0" in first
     assert second.endswith("Progress is shown by rank 0, on host-0.\n")
     assert len(first.splitlines()) < 40

@@ -57,16 +57,19 @@ def test_nothing_comes_next_after_a_dry_run_or_on_another_node(
 
 
 @pytest.mark.parametrize(
-    "command, trainer, how",
+    "command, trainer, flags, how",
     [
-        ("/bin/allennlp", {}, "run the same command with --recover and without --force"),
-        ("/bin/allennlp", {"resume": "auto"}, "run the same command"),
-        ("script.py", {}, "run the same command with --recover and without --force"),
+        ("/bin/allennlp", {}, {}, "add --recover to the command"),
+        ("/bin/allennlp", {}, {"recover": True}, "run the same command"),
+        ("/bin/allennlp", {}, {"force": True}, "replace --force by --recover in the command"),
+        ("/bin/allennlp", {"resume": "auto"}, {}, "run the same command"),
+        ("script.py", {}, {}, "add --recover to the command"),
     ],
 )
 def test_an_interrupted_training_says_how_to_continue(
     command: str,
     trainer: Dict[str, Any],
+    flags: Dict[str, Any],
     how: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -74,13 +77,13 @@ def test_an_interrupted_training_says_how_to_continue(
 ) -> None:
     (tmp_path / "checkpoint_e1_b4").mkdir()
     monkeypatch.setattr(sys, "argv", [command, "train"])
-    given = arguments(tmp_path, **trainer)
+    given = {**arguments(tmp_path, **trainer), **flags}
     # AllenNLP's command ends; a script has its exception.
     raised = KeyboardInterrupt if command == "script.py" else SystemExit
     with pytest.raises(raised), print_how_to_resume(given):
         raise KeyboardInterrupt
     assert capsys.readouterr() == (
-        f"Newest checkpoint: checkpoint_e1_b4. To resume, {how}\n",
+        f"To resume from checkpoint_e1_b4, {how}.\n",
         "",
     )
 
