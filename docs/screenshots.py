@@ -42,7 +42,7 @@ setInterval(() => {
 </script>"""
 
 # Bars are kept of this epoch, drawn when some of its steps were done.
-SHOWN_EPOCH = "Epoch 1/"
+SHOWN_EPOCH = "Epoch 2 of "
 
 
 def record(command: List[str]) -> str:

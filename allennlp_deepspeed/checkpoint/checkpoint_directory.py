@@ -29,6 +29,12 @@ class PointInTime(NamedTuple):
     epochs: int
     steps: int
 
+    def describe(self, global_step: int) -> str:
+        """Describes it for the console, whose epochs and steps count from 1."""
+        step = f"step {self.steps} of epoch {self.epochs + 1}"
+        where = step if self.steps > 0 else f"epoch {self.epochs}"
+        return f"after {where} (global step {global_step})"
+
 
 class CheckpointDirectory:
     """

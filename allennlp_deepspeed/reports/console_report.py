@@ -83,21 +83,17 @@ class ConsoleReport:
         _announce_table(overview.as_table(f"allennlp-deepspeed {version}", lines))
         num_steps = trainer.progress.total_batches_completed_at_start
         if num_steps > 0:
-            announce(
-                logger,
-                "Resuming: fast-forwarding data to epoch %d (global step %d)",
-                self._start_epoch,
-                num_steps,
-            )
+            where = trainer.progress.resume_point.describe(num_steps)
+            announce(logger, "Resuming %s: fast-forwarding data", where)
 
     def epoch_progress(self, epoch: int, total: Optional[int]) -> Optional["EpochProgress"]:
         """Returns the progress bar of an epoch that begins, `None` to show AllenNLP's."""
         console = consoles.current()
         if console is None:
             return None
-        title = f"Epoch {epoch}/{self._num_epochs - 1}"
+        title = f"Epoch {epoch + 1} of {self._num_epochs}"
         if epoch < self._start_epoch:
-            title += f", fast-forwarding to epoch {self._start_epoch}"
+            title += ", fast-forwarding"
         self._progress = EpochProgress(console, title, total)
         return self._progress
 
@@ -135,7 +131,7 @@ class ConsoleReport:
         """
         prefix = "best_validation_"
         best = {k[len(prefix) :]: v for k, v in metrics.items() if k.startswith(prefix)}
-        title = f"Epoch {epoch}/{self._num_epochs - 1} in {timedelta(seconds=round(seconds))}"
+        title = f"Epoch {epoch + 1} of {self._num_epochs} in {timedelta(seconds=round(seconds))}"
         if best and metrics.get("best_epoch") == epoch:
             title += ", best so far"
         _announce_table(epoch_table(title, metrics, self._best))

@@ -230,7 +230,7 @@ class GradientStep:
         """
         if self.has_failed:
             raise ValueError(
-                f"NaN or infinite gradients encountered at optimizer step {num_steps} of the run, "
+                f"NaN or infinite gradients encountered at global step {num_steps}, "
                 "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the "
                 "model's constructor finds the operation, for example a square root, a norm or a "
                 "division at 0. If the gradients are only too large for their norm, lower the "

@@ -406,7 +406,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self.session(), self._interruption:
             self._has_trained = True
             metrics = super().train()
-            self._raise_if_interrupted("after its last epoch")
+            self._raise_if_interrupted("after the last epoch")
             return metrics
 
     @overrides
@@ -433,7 +433,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             announce(
                 logger,
                 "Early stopping after epoch %d: %d epochs ('trainer.patience') without a better %s",
-                epoch,
+                epoch + 1,
                 self._metric_tracker._patience,
                 ", ".join(name for _, name in self._metric_tracker.tracked_metrics),
             )
@@ -478,7 +478,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         Trains one epoch and returns metrics.
         """
-        logger.info("Epoch %d/%d", epoch, self._num_epochs - 1)
+        logger.info("Epoch %d of %d", epoch + 1, self._num_epochs)
         callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
         self._step_metrics.start_epoch()
         self._distributed_metrics.collect()
@@ -500,7 +500,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self._step_metrics.start_steps(groups.expected_length, self._primary) as progress_bar:
             for group in groups:
                 if self._progress.is_fast_forwarding:
-                    self._raise_if_interrupted("before it has caught up with the checkpoint")
+                    self._raise_if_interrupted("while fast-forwarding to the checkpoint")
                     self._fast_forward.skip_step()
                 else:
                     self._train_step(group, epoch)
@@ -509,7 +509,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
             self._step_metrics.finish_batch_metrics()
             if self._step_metrics.logging_interval.num_steps_since_log > 0:
-                self._raise_if_signaled(self._synchronize(epoch), epoch)
+                self._raise_if_signaled(self._synchronize(epoch))
         self._fast_forward.finish_steps()
         self._weight_change_detector.raise_if_changed()
         return self._fast_forward.finish_epoch(self._step_metrics.epoch_metrics())
@@ -548,7 +548,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 checkpointer.is_time = True
             checkpointer.maybe_save_checkpoint(self, *point)
         if status is not None:
-            self._raise_if_signaled(status, epoch)
+            self._raise_if_signaled(status)
 
     @phases.mark_phase(phases.CALLBACKS)
     def _call_on_batch(
@@ -577,7 +577,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @overrides
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
         if not for_training:
-            self._raise_if_interrupted("in the validation")
+            self._raise_if_interrupted(
+                f"during the validation of epoch {self._progress.epochs_completed + 1}"
+            )
             self._extensions.start_step([batch])
             self._loss_of_validation.count_tokens(batch)
         batch = self._prepare_batch(batch)
@@ -683,8 +685,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             steps_ago = status.steps_since_nan - 1
             raise ValueError(
                 "nan loss encountered at step "
-                f"{progress.batches_in_epoch_completed - steps_ago} of epoch {epoch} "
-                f"(optimizer step {progress.total_batches_completed - steps_ago} of the run)"
+                f"{progress.batches_in_epoch_completed - steps_ago} of epoch {epoch + 1} "
+                f"(global step {progress.total_batches_completed - steps_ago})"
             )
         self._gradient_step.check(progress.total_batches_completed)
         if status.ranks_differ:
@@ -701,19 +703,20 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_figures())
         return status
 
-    def _raise_if_signaled(self, status: StepStatus, epoch: int) -> None:
+    def _raise_if_signaled(self, status: StepStatus) -> None:
         """
         Raises if the ranks have agreed on a signal, after saving a checkpoint. Every rank must call
         it, when the step is complete.
         """
         if not status.signal_number:
             return
-        error = interrupted(
-            status.signal_number,
-            f"after step {self._progress.batches_in_epoch_completed} of epoch {epoch}",
-        )
-        if status.signal_number == signal.SIGTERM and self._checkpointer is not None:
-            self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
+        checkpointer = self._checkpointer if status.signal_number == signal.SIGTERM else None
+        where = self._progress.point.describe(self._progress.total_batches_completed)
+        if checkpointer is None or not checkpointer.save_on_preemption:
+            where += ", without saving a checkpoint"
+        error = interrupted(status.signal_number, where)
+        if checkpointer is not None:
+            checkpointer.maybe_save_on_preemption(self, *self._progress.point)
         raise error
 
     def _raise_if_interrupted(self, where: str) -> None:

@@ -131,7 +131,7 @@ def test_each_epoch_is_compared_with_the_best_one_before(plain: Trained) -> None
     before, now = (m["validation_accuracy"] for m in metrics)
     row = rf"accuracy +{metrics[1]['training_accuracy']:.4g} +{now:.4g} +{before:.4g}"
     assert re.search(rf"{row} +{re.escape(f'{now - before:+.3g}')}\n", plain.run.output)
-    assert "Epoch 1/1 in " in plain.run.output and ", best so far" in plain.run.output
+    assert "Epoch 2 of 2 in " in plain.run.output and ", best so far" in plain.run.output
     assert "memory_MB" not in plain.run.output
 
 
@@ -165,7 +165,7 @@ def test_the_log_files_have_everything(plain: Trained) -> None:
     for text in (
         "2 on the CPU",
         "Saved checkpoint_e1_b0",
-        "Epoch 1/1 in",
+        "Epoch 2 of 2 in",
         "allennlp predict",
     ):
         assert text in plain.logs and text in plain.run.output
@@ -179,11 +179,12 @@ def test_more_epochs_can_be_trained_after_the_end(plain: Trained, tmp_path: Path
     run = allennlp(
         *arguments(plain.config, directory, *more), environment=BY_DEFAULT, time_limit=TIME_LIMIT
     ).check()
-    assert "trainer.num_epochs was 2 and is 3" in run.output
+    assert "trainer.num_epochs: 2 -> 3" in run.output
     assert f"Loading checkpoint {directory / 'checkpoint_e2_b0'}" in run.output
-    assert "Resuming: fast-forwarding data to epoch 2 (global step 14)" in run.output
-    assert "Resumed training at step 0 of epoch 2" in run.output
-    assert "Epoch 2/2 in " in run.output and "previous best" in run.output
+    assert "Resuming after epoch 2 (global step 14): fast-forwarding data" in run.output
+    assert "Resumed training after epoch 2 (global step 14)" in run.output
+    assert "Rank 0 drops" not in run.output
+    assert "Epoch 3 of 3 in " in run.output and "previous best" in run.output
     assert (directory / "metrics_epoch_2.json").exists()
     lines = list(metrics_file.read(str(directory / "metrics.jsonl")))
     steps = [line["step"] for line in lines if line["kind"] == "step"]
@@ -270,7 +271,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
 def test_on_a_terminal_there_is_a_bar(interrupted: Interrupted) -> None:
     drawings = interrupted.printed.split("\r\x1b[2K")
     bars = [re.sub(r"\x1b\[[?\d;]*[a-z]", "", d).split("\r\n")[-1] for d in drawings if "━" in d]
-    assert any(bar.startswith("Epoch 0/499") for bar in bars), drawings
+    assert any(bar.startswith("Epoch 1 of 500") for bar in bars), drawings
     # It never takes a second line.
     assert max(map(len, bars)) <= 100
     # No cursor is moved up, which two processes couldn't agree on, or left hidden.
@@ -281,8 +282,10 @@ def test_on_a_terminal_there_is_a_bar(interrupted: Interrupted) -> None:
 def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(interrupted: Interrupted) -> None:
     printed, last = interrupted.printed, interrupted.last_line
     assert interrupted.run.returncode == 128 + signal.SIGINT
-    assert "SIGINT received: leaving " in printed
+    assert "SIGINT received: stopping the workers" in printed
+    # In the console's format, not in that of AllenNLP's log.
+    assert " - WARNING - " not in printed
+    assert re.search(r"Stopped by SIGINT (after step|during the validation)", printed)
     for text in ("Traceback", "KeyboardInterrupt", "KeyError"):
         assert text not in printed, printed
-    assert re.match(r"\r?Newest checkpoint: checkpoint_e\d+_b\d+\. To resume", last), last
-    assert last.endswith("run the same command with --recover and without --force")
+    assert re.match(r"\r?To resume from checkpoint_e\d+_b\d+, add --recover to the command\.", last)

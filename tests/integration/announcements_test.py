@@ -68,7 +68,7 @@ def test_a_training_that_stops_early_says_so(tmp_path: Path) -> None:
     validation = Batches([{"x": torch.ones(2, 1)}])
     shown = train(tmp_path, num_epochs=9, patience=2, validation_data_loader=validation)
     (line,) = [line for line in shown.splitlines() if "Early stopping" in line]
-    assert "epoch 2" in line and "2 epochs ('trainer.patience')" in line and "loss" in line
+    assert "epoch 3" in line and "2 epochs ('trainer.patience')" in line and "loss" in line
     assert "Early stopping" not in train(
         tmp_path / "b", patience=2, validation_data_loader=validation
     )

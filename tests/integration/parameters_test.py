@@ -276,7 +276,7 @@ def _not_a_number(rank: int) -> List[Dict[str, Any]]:
 def test_a_loss_of_nan_is_what_is_shown_where_there_is_one(stage: int, world_size: int):
     side = Side(Layers, _not_a_number, stage, world_size)
     (message,) = set(side.on_all_ranks(error_of_training))
-    assert "nan loss encountered at step 3 of epoch 0" in message
+    assert "nan loss encountered at step 3 of epoch 1" in message
 
 
 # Shared memory

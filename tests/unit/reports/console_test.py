@@ -140,12 +140,12 @@ def test_a_line_that_is_printed_leaves_the_bar_below_it(
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm-256color")
     console = Console(TERMINAL)
-    with EpochProgress(console, "Epoch 0/4", total=100) as progress:
+    with EpochProgress(console, "Epoch 1 of 5", total=100) as progress:
         progress.show(", ".join(["loss 0.123", "lr 0.01", "norm 0.1", "memory 1.0 GB"]))
         console.print("Saved.")
     _, *drawings = capsys.readouterr().out.split("\r\x1b[2K")
     lines = [re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", drawing) for drawing in drawings]
-    assert lines[0].startswith("Saved.\nEpoch 0/4 ")
+    assert lines[0].startswith("Saved.\nEpoch 1 of 5 ")
     # Never longer than the terminal.
     assert all(len(line) <= 60 for drawing in lines for line in drawing.splitlines())
 
@@ -181,7 +181,7 @@ def test_without_a_terminal_there_is_a_line_from_time_to_time(
 ) -> None:
     clock = Clock(monkeypatch)
     console = Console(ConsoleSettings(False, is_file_friendly))
-    with caplog.at_level(logging.INFO), EpochProgress(console, "Epoch 0/4", total=200) as line:
+    with caplog.at_level(logging.INFO), EpochProgress(console, "Epoch 1 of 5", total=200) as line:
         line.show("loss 1.25")
         for _ in range(200):
             clock.now += seconds_per_step
@@ -189,7 +189,7 @@ def test_without_a_terminal_there_is_a_line_from_time_to_time(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == num_lines
     if seconds_per_step == 1.0:
-        assert messages[1] == "Epoch 0/4: 10%, step 20/200, 0:00:20<0:03:00, loss 1.25"
+        assert messages[1] == "Epoch 1 of 5: 10%, step 20/200, 0:00:20<0:03:00, loss 1.25"
 
 
 def test_a_table_has_the_change_against_the_best() -> None:
@@ -202,10 +202,10 @@ def test_a_table_has_the_change_against_the_best() -> None:
         "validation_loss": 1.5,
         "best_validation_accuracy": 0.625,
     }
-    table = epoch_table("Epoch 3/4", metrics, {"accuracy": 0.75, "loss": 1.25})
+    table = epoch_table("Epoch 4 of 5", metrics, {"accuracy": 0.75, "loss": 1.25})
     rows = [line.split() for line in as_text(table).splitlines()]
     assert rows == [
-        ["Epoch", "3/4"],
+        ["Epoch", "4", "of", "5"],
         ["training", "validation", "previous", "best", "change"],
         ["accuracy", "0.5", "0.625", "0.75", "-0.125"],
         ["loss", "1.5", "1.25", "+0.25"],
