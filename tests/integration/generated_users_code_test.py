@@ -248,19 +248,28 @@ def compare(directory: Path, name: str, make: Callable[[], Attack], stage: int, 
     actual.assert_as(expected, name, f"{what} at stage {stage}")
 
 
-def in_each_phase(directory: Path, name: str, act: Act, phases: Any = PHASES) -> None:
-    """At stages 0 and 2 by turns."""
+def in_each_phase(
+    directory: Path, name: str, act: Act, phases: Any = PHASES, stages: Any = (0, 2)
+) -> None:
+    """At stages 0 and 2 by turns, without the phases of those that aren't in `stages`."""
     failures = []
     for i, phase in enumerate(phases):
+        stage = 2 * ((i + len(name)) % 2)
+        if stage not in stages:
+            continue
         kind = AttackInBackward if phase == "backward" else Attack
         of_phase = directory / phase
         of_phase.mkdir()
         make = functools.partial(kind, phase, act)
         try:
-            compare(of_phase, name, make, 2 * ((i + len(name)) % 2), f"{name} in {phase}")
+            compare(of_phase, name, make, stage, f"{name} in {phase}")
         except AssertionError as failure:
             failures.append(str(failure))
     assert not failures, "\n".join(failures)
+
+
+# The phases at stage 0 are left to `make soak`, for their time.
+each_stage = pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.soak)])
 
 
 # Set
@@ -362,16 +371,19 @@ def test_every_attribute_has_another_value(tmp_path: Path) -> None:
         assert names - own == values.keys(), owner
 
 
+@each_stage
 @pytest.mark.parametrize(
     "owner, name", [(o, name) for o in OTHER_VALUES for name in OTHER_VALUES[o]]
 )
-def test_an_attribute_that_is_set_has_its_effect(tmp_path: Path, owner: str, name: str) -> None:
+def test_an_attribute_that_is_set_has_its_effect(
+    tmp_path: Path, owner: str, name: str, stage: int
+) -> None:
     def act(trainer: Any) -> None:
         setattr(owner_of(owner, trainer), name, OTHER_VALUES[owner][name](trainer))
 
     # The last checkpoint is committed while training ends.
     phases = _IN_TRAINING if owner == "checkpointer" else PHASES
-    in_each_phase(tmp_path, name, act, phases)
+    in_each_phase(tmp_path, name, act, phases, [stage])
 
 
 @pytest.mark.parametrize("change", ["append", "clear"])
@@ -476,12 +488,15 @@ def test_every_public_method_is_called() -> None:
         assert public - _NOT_CALLED <= CALLS[owner].keys(), owner
 
 
+@each_stage
 @pytest.mark.parametrize("owner, name", [(o, name) for o in CALLS for name in CALLS[o]])
-def test_a_method_that_is_called_has_its_effect(tmp_path: Path, owner: str, name: str) -> None:
+def test_a_method_that_is_called_has_its_effect(
+    tmp_path: Path, owner: str, name: str, stage: int
+) -> None:
     # What is changed at the end is lost, with a warning.
     phases = {"train": ("start", "end"), "load_state_dict": _IN_TRAINING}.get(name, PHASES)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    in_each_phase(tmp_path, name, CALLS[owner][name], (*phases, "backward"))
+    in_each_phase(tmp_path, name, CALLS[owner][name], (*phases, "backward"), [stage])
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
