@@ -5,7 +5,9 @@ workers of the "deepspeed" trainer with torch.distributed.elastic.
 AllenNLP has no hook at this point, so `install` wraps `allennlp.commands.train.train_model`.
 """
 
+import atexit
 import functools
+import gc
 import inspect
 import os
 from contextlib import ExitStack
@@ -74,6 +76,9 @@ def _normalize_trainer(params: Params) -> None:
 
 def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
     """Checks the config, and trains."""
+    # The interpreter would look several times at everything that has been imported when it exits,
+    # which takes seconds.
+    atexit.register(gc.freeze)
     process_setup.prepare()
     launched = launcher.detect()
     settings = _console_settings(arguments, launched)

@@ -5,6 +5,7 @@ after the package. It does nothing in other processes, such as those that import
 package.
 """
 
+import gc
 import importlib
 import os
 import signal
@@ -27,3 +28,5 @@ if os.environ.pop(STARTED_BY, None) == str(os.getppid()):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for module in _MODULES:
         importlib.import_module(module)
+    # Collections in workers needn't look at what has been imported.
+    gc.freeze()
