@@ -303,7 +303,7 @@ def remove_adapters(config: Any) -> Any:
     return {
         key: remove_adapters(value)
         for key, value in config.items()
-        if not (is_causal_lm and key == "lora")
+        if not (is_causal_lm and key in ("lora", "save_adapters_only"))
     }
 
 

@@ -5,15 +5,17 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed import files
-from allennlp_deepspeed.checkpoint import serialization
+from allennlp_deepspeed.checkpoint import frozen_parameters, serialization
 from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.engine import weights
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.frozen_weights import RECORDS_KEY, FrozenRecord
 
 
 class BestWeights:
     """
-    Weights of the best epoch so far: one file with the full (unsharded) model in fp32, in the
+    Weights of the best epoch so far: one file with the full (unsharded) model in fp32, except
+    parameters that the model's attribute `archived_elsewhere` names, in the
     serialization directory, from which AllenNLP archives it, and a hard link to it in each
     checkpoint.
 
@@ -32,6 +34,7 @@ class BestWeights:
         self._wrapped_model = wrapped_model
         self._is_primary = is_primary
         self.path = os.path.join(serialization_dir, BEST_WEIGHTS_NAME)
+        self._frozen: Optional[Dict[str, FrozenRecord]] = None  # computed on first use
         self.exist = False
         """Whether this training has completed a best epoch."""
         self.saved_after: Optional[int] = None
@@ -53,7 +56,10 @@ class BestWeights:
         if dist.get_rank() == 0:
             # Mapped, to avoid a copy of the file in memory.
             state_dict = serialization.load(self.path, mmap=True)
-        weights.load_full_state_dict(self._wrapped_model.engine, state_dict)
+            state_dict.pop(RECORDS_KEY, None)
+        engine = self._wrapped_model.engine
+        excluded = frozen_parameters.archived_elsewhere(engine.module)
+        weights.load_full_state_dict(engine, state_dict, excluded)
 
     def link_into(self, checkpoint: str, excluded: Collection[str]) -> None:
         """
@@ -67,10 +73,10 @@ class BestWeights:
             The names of the weights to leave out.
         """
         path = os.path.join(checkpoint, BEST_WEIGHTS_NAME)
-        if not excluded:
+        state_dict = serialization.load(self.path, mmap=True) if excluded else {}
+        if state_dict.keys().isdisjoint(excluded):
             files.link(self.path, path)
             return
-        state_dict = serialization.load(self.path, mmap=True)
         for name in excluded:
             state_dict.pop(name, None)
         # Copied, because `torch.save` of a tensor in a mapped file would save the file's complete
@@ -111,15 +117,30 @@ class BestWeights:
     def _temporary_path(self) -> str:
         return f"{self.path}.w{dist.get_rank()}.tmp"
 
+    def frozen_records(self) -> Dict[str, FrozenRecord]:
+        """
+        Returns the records of the frozen parameters. They are computed once, because they don't
+        change. Must be called on every rank.
+        """
+        if self._frozen is None:
+            self._frozen = frozen_parameters.frozen_records(self._wrapped_model.engine)
+        return self._frozen
+
     def _full_state_dict(self) -> Any:
         """
-        Returns the full state of the model on each primary, and `None` on other ranks. Must be
-        called on every rank.
+        Returns the full state of the model on each primary, without what is archived elsewhere, and
+        `None` on other ranks. Must be called on every rank.
         """
-        wrapped_model = self._wrapped_model
-        return weights.full_state_dict(
-            wrapped_model.engine, self._is_primary, wrapped_model.mapping_directory
+        engine = self._wrapped_model.engine
+        excluded = frozen_parameters.archived_elsewhere(engine.module)
+        state_dict = weights.full_state_dict(
+            engine, self._is_primary, self._wrapped_model.mapping_directory, excluded
         )
+        records = self.frozen_records() if excluded else {}
+        if state_dict is not None and excluded:
+            # As lists, because files with other classes aren't loaded.
+            state_dict[RECORDS_KEY] = {n: list(r) for n, r in records.items() if n in excluded}
+        return state_dict
 
     def _write(self, state_dict: Dict[str, Any]) -> None:
         files.save(state_dict, self._temporary_path)

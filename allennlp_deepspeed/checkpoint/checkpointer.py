@@ -31,7 +31,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
     PointInTime,
 )
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
-from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord, FrozenRecord
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.selection import (
     check_model,
     check_version,
@@ -46,6 +46,7 @@ from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import collectives, internals, phases
 from allennlp_deepspeed.engine.offloaded_optimizers import adapt_loaded_states
+from allennlp_deepspeed.frozen_weights import check_same
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,6 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._save_every_num_seconds = save_every_num_seconds
         self._on_corrupt = on_corrupt
         self._exclude_frozen_parameters = exclude_frozen_parameters
-        self._frozen: Optional[Dict[str, FrozenRecord]] = None  # computed on first use
         self._checksums_of_vocabulary: Optional[Dict[str, str]] = None
         self._files = FileCheckpointEngine(async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
@@ -336,7 +336,9 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     def _record(self, point: PointInTime, trainer: TrainerProtocol) -> CommitRecord:
         """Returns the commit record, without its files. Must be called on every rank."""
-        frozen = self._frozen_records(trainer) if self._exclude_frozen_parameters else {}
+        frozen = {}
+        if self._exclude_frozen_parameters:
+            frozen = trainer.best_weights.frozen_records()
         return CommitRecord(
             epochs_completed=point.epochs,
             batches_in_epoch_completed=point.steps,
@@ -462,7 +464,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         """Loads a checkpoint whose files are intact."""
         path = self._checkpoints.path(point)
         if record.frozen:
-            frozen_parameters.check_same(self._frozen_records(trainer), record.frozen, path)
+            check_same(trainer.best_weights.frozen_records(), record.frozen, path)
         announce(logger, "Loading checkpoint %s", path)
         # With more workers than wrote it, several resume from the same training state.
         rank = dist.get_rank() % record.world_size
@@ -510,15 +512,6 @@ class DeepSpeedCheckpointer(Checkpointer):
         resharding.load(engine, checkpoint, record.frozen)
         if "moving_average" in trainer_state:
             trainer_state["moving_average"] = resharding.read_moving_average(engine, checkpoint)
-
-    def _frozen_records(self, trainer: TrainerProtocol) -> Dict[str, FrozenRecord]:
-        """
-        Returns the records of the frozen parameters. They are computed once, because they don't
-        change. Must be called on every rank.
-        """
-        if self._frozen is None:
-            self._frozen = frozen_parameters.frozen_records(trainer.engine)
-        return self._frozen
 
     def _remember(self, point: PointInTime) -> None:
         self._last_save_num_epochs_completed = point.epochs

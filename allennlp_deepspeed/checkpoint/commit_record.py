@@ -9,10 +9,10 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-import torch
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
+from allennlp_deepspeed.frozen_weights import FrozenRecord
 
 RECORD_NAME = "commit.json"
 FORMAT_VERSION = 3
@@ -40,26 +40,6 @@ class FileRecord(NamedTuple):
     @classmethod
     def from_file(cls, path: str) -> "FileRecord":
         return cls(os.path.getsize(path), files.sha256(path))
-
-
-class FrozenRecord(NamedTuple):
-    """
-    Identity of the weights of a frozen parameter that isn't in the checkpoint: its precision during
-    training, such as "bfloat16", and a checksum.
-    """
-
-    dtype: str
-    sha256: str
-
-    @classmethod
-    def from_weight(cls, weight: torch.Tensor) -> "FrozenRecord":
-        contents = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
-        dtype = str(weight.dtype).rpartition(".")[2]
-        return cls(dtype, hashlib.sha256(contents.numpy().data).hexdigest())
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from allennlp.common import Params
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, archive_model
 
-from allennlp_deepspeed import files, lora
+from allennlp_deepspeed import files, frozen_weights, lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
 from allennlp_deepspeed.checkpoint.commit_record import CommitRecord
 from allennlp_deepspeed.checkpoint.offline import find_checkpoint, split_checkpoint_path
@@ -116,7 +116,7 @@ def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -
     if not record.frozen:
         return state_dict
     model = frozen_parameters.construct_model(serialization_dir)
-    return frozen_parameters.add_frozen_parameters(state_dict, model, record.frozen, checkpoint)
+    return frozen_weights.add_frozen_parameters(state_dict, model, record.frozen, checkpoint)
 
 
 def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Model:
@@ -124,7 +124,7 @@ def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -
     model = frozen_parameters.construct_model(serialization_dir)
     state_dict = ShardedCheckpoint(checkpoint).state_dict()
     if record.frozen:
-        state_dict = frozen_parameters.add_frozen_parameters(
+        state_dict = frozen_weights.add_frozen_parameters(
             state_dict, model, record.frozen, checkpoint
         )
     model.load_state_dict(state_dict)

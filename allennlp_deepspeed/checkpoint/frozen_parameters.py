@@ -1,10 +1,9 @@
 """
-Identifies the frozen parameters that a checkpoint leaves out, and restores them from the
-constructed model.
+Identifies the frozen parameters of an engine's model, and constructs a model that has them.
 """
 
 import os
-from typing import Any, Dict, List, Mapping, Set
+from typing import Dict, Set
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,9 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME
 
-from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, FrozenRecord
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
 from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.frozen_weights import FrozenRecord
 
 
 def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
@@ -44,33 +43,13 @@ def frozen_names(model: torch.nn.Module) -> Set[str]:
     return {name for name, parameter in named_parameters if not parameter.requires_grad}
 
 
-def check_same(
-    actual: Mapping[str, FrozenRecord], expected: Mapping[str, FrozenRecord], checkpoint: str
-) -> None:
+def archived_elsewhere(model: torch.nn.Module) -> Set[str]:
     """
-    Checks that the frozen parameters are the ones that the checkpoint was trained with.
-
-    # Parameters
-
-    actual : `Mapping[str, FrozenRecord]`, required.
-        The records of the model.
-    expected : `Mapping[str, FrozenRecord]`, required.
-        The records of the checkpoint.
-    checkpoint : `str`, required.
-
-    # Raises
-
-    `CheckpointError`
-        If they differ.
+    Returns the names of the frozen parameters that archives leave out: those in the model's
+    attribute `archived_elsewhere`, if it has one.
     """
-    different = sorted(
-        name for name in {**actual, **expected} if actual.get(name) != expected.get(name)
-    )
-    if different:
-        raise CheckpointError(
-            f"{checkpoint} has no frozen parameters, and those of the model differ from the "
-            f"original ones: {_listing(different)}. Load the same pretrained weights as before."
-        )
+    names: Set[str] = getattr(model, "archived_elsewhere", set())
+    return names & frozen_names(model)
 
 
 def construct_model(serialization_dir: str) -> Model:
@@ -108,57 +87,3 @@ def load_vocabulary(serialization_dir: str, params: Params) -> Vocabulary:
         vocabulary.get("padding_token"),
         vocabulary.get("oov_token"),
     )
-
-
-def add_frozen_parameters(
-    state_dict: Dict[str, Any], model: Model, records: Mapping[str, FrozenRecord], checkpoint: str
-) -> Dict[str, Any]:
-    """
-    Adds the frozen parameters to the `state_dict` of a checkpoint.
-
-    # Parameters
-
-    state_dict : `Dict[str, Any]`, required.
-        The state of the checkpoint, in fp32.
-    model : `Model`, required.
-        The model as it is before the first step.
-    records : `Mapping[str, FrozenRecord]`, required.
-        The records of the checkpoint.
-    checkpoint : `str`, required.
-
-    # Returns
-
-    `Dict[str, Any]`
-        The `state_dict` with all parameters, in fp32.
-
-    # Raises
-
-    `CheckpointError`
-        If the model's weights are not those of the training.
-    """
-    parameters = dict(model.named_parameters())
-    weights = {
-        id(parameter): parameter.detach().to(records[name].torch_dtype)
-        for name, parameter in parameters.items()
-        if name in records
-    }
-    actual = {
-        name: FrozenRecord.from_weight(weights[id(parameter)])
-        for name, parameter in parameters.items()
-        if name in records
-    }
-    check_same(actual, records, checkpoint)
-    in_fp32 = {key: _to_fp32(weight) for key, weight in weights.items()}
-    return {
-        key: state_dict[key] if key in state_dict else in_fp32[id(value)]
-        for key, value in model.state_dict(keep_vars=True).items()
-    }
-
-
-def _to_fp32(weight: torch.Tensor) -> torch.Tensor:
-    is_half = weight.dtype in (torch.float16, torch.bfloat16)
-    return weight.float() if is_half else weight
-
-
-def _listing(names: List[str]) -> str:
-    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"

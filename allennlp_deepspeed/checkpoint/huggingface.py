@@ -15,7 +15,7 @@ from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, extracted_archive, get_weights_path
 from transformers import PreTrainedTokenizerBase
 
-from allennlp_deepspeed import files, lora
+from allennlp_deepspeed import files, frozen_weights, lora
 from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
     warn_of_dense_attention,
 )
@@ -209,9 +209,12 @@ def _model(trained: _TrainedModel) -> Model:
     state_dict = trained.state_dict
     if trained.record is not None and trained.record.frozen:
         model = frozen_parameters.construct_model(trained.serialization_dir)
-        state_dict = frozen_parameters.add_frozen_parameters(
+        state_dict = frozen_weights.add_frozen_parameters(
             state_dict, model, trained.record.frozen, trained.checkpoint
         )
+    elif frozen_weights.RECORDS_KEY in state_dict:
+        model = frozen_parameters.construct_model(trained.serialization_dir)
+        state_dict = frozen_weights.complete(state_dict, model)
     else:
         params = Params.from_file(os.path.join(trained.serialization_dir, CONFIG_NAME))
         vocabulary = frozen_parameters.load_vocabulary(trained.serialization_dir, params)

@@ -9,7 +9,7 @@ addition to its own state. All are collectives: every rank must call them.
 import re
 from collections import OrderedDict
 from contextlib import contextmanager
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any, Collection, Dict, Iterable, Iterator, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,10 @@ ParameterSelection = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn
 
 
 def full_state_dict(
-    engine: DeepSpeedEngine, keep: bool, directory: Optional[str] = None
+    engine: DeepSpeedEngine,
+    keep: bool,
+    directory: Optional[str] = None,
+    excluded: Collection[str] = (),
 ) -> Optional[StateDict]:
     """
     Returns the model's `state_dict()` in fp32 and on the CPU, from the fp32 master weights if the
@@ -48,6 +51,8 @@ def full_state_dict(
         Whether this rank stores the result. Other ranks take part in the collectives only.
     directory : `str`, optional (default = `None`)
         A directory for a memory-mapped result, which may be larger than the memory.
+    excluded : `Collection[str]`, optional (default = `()`)
+        The names of the parameters to leave out, the same on every rank.
 
     # Returns
 
@@ -59,6 +64,8 @@ def full_state_dict(
     sharded = engine.module.state_dict(keep_vars=True)
     state_dict = _empty_state_dict_like(sharded)
     for key, value in sharded.items():
+        if key in excluded:
+            continue
         if isinstance(value, torch.nn.Parameter):
             if id(value) not in gathered:
                 full = full_parameter(value, shards)
@@ -70,7 +77,9 @@ def full_state_dict(
     return state_dict if keep else None
 
 
-def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict]) -> None:
+def load_full_state_dict(
+    engine: DeepSpeedEngine, state_dict: Optional[StateDict], excluded: Collection[str] = ()
+) -> None:
     """
     Loads full weights into the engine: into its fp32 master weights and the weights of the forward
     pass. The model itself loads all other entries. Every rank must call it.
@@ -80,10 +89,16 @@ def load_full_state_dict(engine: DeepSpeedEngine, state_dict: Optional[StateDict
     engine : `DeepSpeedEngine`, required.
     state_dict : `Optional[Dict[str, Any]]`, required.
         The result of `full_state_dict`. Only that of rank 0 is read.
+    excluded : `Collection[str]`, optional (default = `()`)
+        The names of the parameters that it leaves out, the same on every rank.
     """
     shards = Shards(engine)
     current = engine.module.state_dict(keep_vars=True)
-    names = [key for key, value in current.items() if isinstance(value, torch.nn.Parameter)]
+    names = [
+        key
+        for key, value in current.items()
+        if isinstance(value, torch.nn.Parameter) and key not in excluded
+    ]
     for name in names:
         source = state_dict[name] if dist.get_rank() == 0 and state_dict is not None else None
         full = broadcast(source, current[name], engine.device)

@@ -1,4 +1,6 @@
 import logging
+import os
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Dict, Optional, Set, Union
 
 import torch
@@ -7,9 +9,11 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
+from allennlp.models.model import _DEFAULT_WEIGHTS
 from allennlp.nn import RegularizerApplicator
 from overrides import overrides
 
+from allennlp_deepspeed import frozen_weights
 from allennlp_deepspeed import lora as adapters
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.attention_check import check_attention
@@ -51,7 +55,7 @@ class CausalLM(TokenLossModel):
     equally, over the data of all ranks.
 
     The archive contains the transformer's configuration and the tokenizer, so that it can be opened
-    where neither is available.
+    where neither is available, unless `save_adapters_only` is set.
 
     Registered as a `Model` with name "causal_lm".
 
@@ -74,6 +78,11 @@ class CausalLM(TokenLossModel):
         Adds trainable low-rank adapters to the transformer and freezes its weights. The keys are
         those of `peft`'s [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora),
         such as `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`.
+    save_adapters_only : `bool`, optional (default = `False`)
+        Whether to leave the frozen weights of `model_name` out of `best.th` and the archive, which
+        become small with `lora`. When the archive is loaded, they are read from `model_name`, which
+        must still have bitwise the same ones. If it has moved, load the archive with `--overrides
+        '{"model.model_name": "..."}'`.
     transformer_kwargs : `Dict[str, Any]`, optional (default = `None`)
         Further arguments of `AutoModelForCausalLM.from_pretrained` (or of `from_config`, if
         `config` is set), such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`; the
@@ -103,6 +112,7 @@ class CausalLM(TokenLossModel):
         tokenizer: Optional[str] = None,
         load_weights: bool = True,
         lora: Optional[Dict[str, Any]] = None,
+        save_adapters_only: bool = False,
         transformer_kwargs: Optional[Dict[str, Any]] = None,
         resize_embeddings: bool = False,
         loss_chunk_size: int = 1024,
@@ -114,6 +124,11 @@ class CausalLM(TokenLossModel):
             raise ConfigurationError(
                 "Write one of 'model.model_name' (name or directory of a pretrained model) and "
                 '\'model.config\' (for random weights, such as {"model_type": "llama", ...}).'
+            )
+        if save_adapters_only and (lora is None or model_name is None or not load_weights):
+            raise ConfigurationError(
+                "'model.save_adapters_only' is true, which needs 'model.lora' and the weights of "
+                "'model.model_name': other weights would be lost. Remove the key."
             )
         if loss_chunk_size < 1:
             raise ConfigurationError(
@@ -152,6 +167,11 @@ class CausalLM(TokenLossModel):
             _check_output_layer(self.transformer)
             if load_weights and not is_without_weights():
                 adapters.check_not_shared(self.transformer)
+        self.archived_elsewhere: Set[str] = set()
+        """The names of the parameters that `best.th` and the archive leave out."""
+        if save_adapters_only:
+            parameters = self.named_parameters(remove_duplicate=False)
+            self.archived_elsewhere.update(n for n, p in parameters if not p.requires_grad)
         # Whether batches of single examples and packed batches have been checked.
         self._checked_packing: Set[bool] = set()
         self._loss_chunk_size = loss_chunk_size
@@ -321,18 +341,46 @@ class CausalLM(TokenLossModel):
         """Returns the metrics of the epoch so far. With `reset`, every rank must call it."""
         return self._metrics.get_metric(reset)
 
+    @overrides
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        return super().load_state_dict(frozen_weights.complete(state_dict, self), strict)
+
     @classmethod
     @overrides
-    def _load(cls, config: Params, *args: Any, **kwargs: Any) -> "Model":
-        """Loads an archive without reading the pretrained weights first."""
-        config["model"]["load_weights"] = False
+    def _load(
+        cls,
+        config: Params,
+        serialization_dir: Union[str, PathLike],
+        weights_file: Union[str, PathLike, None] = None,
+        cuda_device: int = -1,
+    ) -> "Model":
+        """Loads an archive. Pretrained weights are read only if it has none."""
+        path = weights_file or os.path.join(serialization_dir, _DEFAULT_WEIGHTS)
+        needs_base = config["model"].pop("save_adapters_only", False) and (
+            frozen_weights.RECORDS_KEY in torch.load(path, mmap=True, weights_only=True)
+        )
+        config["model"]["load_weights"] = needs_base
         arguments = config["model"].get("transformer_kwargs") or {}
         # The weights of an archive are fp32, which flash attention doesn't support.
         for key in ("dtype", "torch_dtype"):
             arguments.pop(key, None)
         if "flash" in str(arguments.get("attn_implementation")):
             arguments.pop("attn_implementation")
-        return super()._load(config, *args, **kwargs)
+        try:
+            model = super()._load(config, serialization_dir, weights_file, cuda_device)
+        except ConfigurationError as error:
+            if not needs_base:
+                raise
+            raise ConfigurationError(
+                "The archive has adapters only ('model.save_adapters_only'), and the weights of "
+                f"'model.model_name' can't be used with them: {error} If they have moved, pass "
+                '--overrides \'{"model.model_name": "..."}\'.'
+            ) from error
+        tokenizer = pretrained.saved_tokenizer(serialization_dir) if needs_base else None
+        if tokenizer is not None:
+            assert isinstance(model, CausalLM)
+            set_end_tokens(model.transformer, tokenizer)
+        return model
 
 
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:

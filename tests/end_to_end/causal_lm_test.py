@@ -10,6 +10,7 @@ from typing import Dict, Optional
 
 import pytest
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models.archival import load_archive
 from allennlp.training.util import evaluate
@@ -208,6 +209,77 @@ def test_pretrained_weights_with_adapters(
     torch.testing.assert_close(merged, adapted)
     recovered = recover(result, tmp_path, recorded_config(result), "checkpoint_e1_b0")
     assert_same_weights(recovered.weights(), result.weights(), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("stage, of_engine", [(2, {"bf16": {"enabled": True}}), (3, {})])
+def test_an_archive_of_adapters_only(
+    experiments: Experiments, pretrained: str, tmp_path: Path, stage: int, of_engine: Config
+) -> None:
+    changes = {"model.config": None, "model.model_name": pretrained, "model.lora": LORA}
+    checkpointer = {"trainer.checkpointer": {"exclude_frozen_parameters": True}}
+    key = {"model.save_adapters_only": True}
+    full, small = (
+        experiments.run(
+            deepspeed(
+                language_model(pretrained, MICRO_BATCHES, changes, checkpointer, overrides),
+                stage,
+                **of_engine,
+            )
+        )
+        for overrides in ({}, key)
+    )
+    assert_same_metrics(small.metrics_of_epochs(), full.metrics_of_epochs(), tolerance=0)
+    tensors = [name for name, value in small.weights().items() if torch.is_tensor(value)]
+    assert tensors == [name for name in full.weights() if "lora_" in name]
+    for name in ("best.th", "checkpoint_e1_b0/best.th"):
+        assert torch.load(small.serialization_dir / name).keys() == small.weights().keys()
+    model = load_archive(small.archive, cuda_device=-1).model
+    assert_same_weights(model.state_dict(), full.weights(), tolerance=0)
+    inputs = tmp_path / "inputs.jsonl"
+    inputs.write_text('{"prompt": "name1 name2"}\n{"text": "verb3"}\n')
+    predictions = []
+    for i, result in enumerate((full, small)):
+        output = tmp_path / f"{i}.jsonl"
+        allennlp("predict", result.archive, inputs, "--output-file", output, "--silent").check()
+        predictions.append(output.read_text())
+    assert predictions[0] == predictions[1]
+    recovered = recover(small, tmp_path, recorded_config(small), "checkpoint_e1_b0")
+    left = recovered.weights()
+    assert left.pop("frozen_parameters") == small.weights()["frozen_parameters"]
+    expected = {name: full.weights()[name] for name in tensors}
+    assert_same_weights(left, expected, tolerance=1e-6)
+
+
+def test_an_archive_of_adapters_only_needs_the_weights_of_its_training(
+    experiments: Experiments, pretrained: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(pretrained, base)
+    changes = {"model.config": None, "model.model_name": str(base), "model.lora": LORA}
+    key = {"model.save_adapters_only": True}
+    result = experiments.run(deepspeed(language_model(pretrained, MICRO_BATCHES, changes, key), 2))
+    full_weights = load_archive(result.archive, cuda_device=-1).model.state_dict()
+    exports = tmp_path / "exported", tmp_path / "merged"
+    options = ("--best", "--format", "huggingface", "--output", exports[0])
+    allennlp("deepspeed", "export", result.serialization_dir, *options).check()
+    options = ("--merge-adapters", "--output", exports[1])
+    allennlp("deepspeed", "export", result.serialization_dir, *options).check()
+    inputs = batch(LLAMA["vocab_size"])
+    logits = AutoModelForCausalLM.from_pretrained(exports[0]).eval()(**inputs).logits
+    base.rename(tmp_path / "moved")
+    merged = load_archive(exports[1] / "model.tar.gz", cuda_device=-1).model.eval()
+    torch.testing.assert_close(merged(**inputs)["logits"], logits)
+    run = allennlp("predict", result.archive, tmp_path / "none.jsonl")
+    assert run.returncode != 0 and "'model.save_adapters_only'" in run.output
+    assert str(base) in run.output and "--overrides" in run.output
+    overrides = json.dumps({"model.model_name": str(tmp_path / "moved")})
+    moved = load_archive(result.archive, cuda_device=-1, overrides=overrides).model
+    assert_same_weights(moved.state_dict(), full_weights, tolerance=0)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "moved")
+    other.model.norm.weight.data[0] += 1e-3
+    other.save_pretrained(tmp_path / "moved")
+    with pytest.raises(ConfigurationError, match=r"differ from the original ones: .*norm\.weight"):
+        load_archive(result.archive, cuda_device=-1, overrides=overrides)
 
 
 def test_a_model_in_a_gguf_file(

@@ -149,6 +149,20 @@ def test_logits_of_a_batch_are_never_in_memory() -> None:
     assert memory.peak < 5 * chunk_bytes < 4 * vocabulary_size * num_positions
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"config": LLAMA, "lora": {"target_modules": "all-linear"}},
+        {"model_name": "name"},
+        {"model_name": "name", "lora": {"target_modules": "all-linear"}, "load_weights": False},
+    ],
+    ids=["random", "trained", "not_loaded"],
+)
+def test_weights_that_no_name_gives_back_cannot_be_left_out(arguments: Dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="'model.save_adapters_only'"):
+        CausalLM(Vocabulary(), save_adapters_only=True, **arguments)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_without_anything_to_predict_the_loss_is_zero(training: bool) -> None:
     model = causal_lm(LLAMA).train(training)
