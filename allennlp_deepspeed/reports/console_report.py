@@ -18,10 +18,9 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from allennlp_deepspeed import versions
@@ -162,8 +161,8 @@ class EpochProgress:
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            # Not cut where the line doesn't fit into the terminal.
+            TimeRemainingColumn(True, elapsed_when_finished=True, table_column=Column(min_width=5)),
             TextColumn("{task.fields[values]}"),
             console=console,
             auto_refresh=False,  # it would need a thread
