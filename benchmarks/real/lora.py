@@ -83,7 +83,13 @@ def config(cell: Cell) -> Dict[str, Any]:
     return {
         "dataset_reader": reader,
         "vocabulary": {"type": "empty"},
-        "model": {"type": "causal_lm", "model_name": model, "lora": ADAPTERS},
+        "model": {
+            "type": "causal_lm",
+            "model_name": model,
+            "lora": ADAPTERS,
+            # As TRL does.
+            "save_adapters_only": True,
+        },
     }
 
 
