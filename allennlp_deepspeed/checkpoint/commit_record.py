@@ -199,7 +199,7 @@ class CommitRecord:
         """
         if self.ranks:
             raise CheckpointError(
-                f"{directory} has {self.description()} of {self.world_size}; the others are in "
+                f"{directory} has {self.description()}; the others are in "
                 "other directories. First copy those of all nodes into one: `allennlp deepspeed "
                 "gather DIRECTORY DIRECTORY ... --output DIRECTORY`."
             )
@@ -216,6 +216,7 @@ class CommitRecord:
         ranks = ranks or self.ranks or range(self.world_size)
         hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks)) if self.hosts else ""
         names = f"the files of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        names += f" of {self.world_size}"
         return f"{names} (written on {hosts})" if hosts else names
 
 

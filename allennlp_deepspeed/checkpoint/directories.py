@@ -78,8 +78,12 @@ class Directories(NamedTuple):
 
     def names(self, ranks: Sequence[int]) -> str:
         """Names several ranks for messages, with their hosts."""
-        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {hosts}"
+        noun = "ranks" if len(ranks) > 1 else "rank"
+        return f"{noun} {', '.join(map(str, ranks))} on {self.host_names(ranks)}"
+
+    def host_names(self, ranks: Sequence[int]) -> str:
+        """Names the hosts of several ranks for messages."""
+        return ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
 
     def description(self) -> str:
         """Describes the directories in a sentence."""

@@ -197,9 +197,10 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
     else:
         is_right = record.world_size == world_size and {*here} <= {*(record.ranks or here)}
     if not is_right:
+        noun, verb = ("ranks", "are") if len(here) > 1 else ("rank", "is")
         problem = (
-            f"{path} has {record.description()}, of {record.world_size}, but "
-            f"{directories.names(here)} of {world_size} are resuming"
+            f"{path} has {record.description()}, but {noun} {', '.join(map(str, here))} of "
+            f"{world_size} {verb} resuming on {directories.host_names(here)}"
         )
     problems = list(
         dict.fromkeys(p for p in collectives.all_gather_object(problem) if p is not None)

@@ -145,11 +145,11 @@ def test_a_command_that_is_not_given_all_parts_names_the_hosts(train: Callable[[
     part = str(training.directories[0])
     run = allennlp("deepspeed", "export", part)
     assert run.returncode == 1
-    assert "has the files of ranks 0, 1 (written on host-0) of 4" in run.output
+    assert "has the files of ranks 0, 1 of 4 (written on host-0)" in run.output
     assert "`allennlp deepspeed gather DIRECTORY DIRECTORY" in run.output
     run = allennlp("deepspeed", "gather", part, "--output", part + "-out")
     assert run.returncode == 1
-    assert "the files of ranks 2, 3 (written on host-1) are missing" in run.output
+    assert "the files of ranks 2, 3 of 4 (written on host-1) are missing" in run.output
 
 
 def check_refused(runs: List[Run], *messages: str) -> None:
@@ -165,8 +165,8 @@ def test_other_ranks_are_refused_with_the_hosts_that_have_the_files(
     training = train(3)
     check_refused(
         training.recover(training.directories[::-1]),
-        "has the files of ranks 2, 3 (written on host-1), of 4, but ranks 0, 1 on host-0 of 4 are",
-        "has the files of ranks 0, 1 (written on host-0), of 4, but ranks 2, 3 on host-1 of 4 are",
+        "has the files of ranks 2, 3 of 4 (written on host-1), but ranks 0, 1 of 4 are resuming on",
+        "has the files of ranks 0, 1 of 4 (written on host-0), but ranks 2, 3 of 4 are resuming on",
     )
     for directory in training.directories:
         assert (directory / NEWEST).is_dir()
