@@ -26,8 +26,8 @@ DeepSpeed's keys are combined: [configuration](configuration.md).
 
 Keys of AllenNLP's [trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/)
 that aren't listed here keep their meaning. If a key *may change with `--recover`*, a run may resume
-with another value. So may AllenNLP's `distributed`, `trainer.cuda_device`, `trainer.num_epochs`
-(schedules follow it), and the batch sizes of data loaders. All other keys must stay the same.
+with another value. AllenNLP's `distributed`, `trainer.cuda_device`, `trainer.num_epochs` (schedules
+follow it) and the batch sizes of data loaders may change too. All other keys must stay the same.
 """
 
 _CHECKPOINTER = """
@@ -75,7 +75,7 @@ def reference() -> str:
 
 def _section(name: str, key: Key) -> str:
     """A heading and a paragraph."""
-    facts = [_type(key.type), f"default `{json.dumps(key.default)}`", *_changes(key)]
+    facts = [_type(key), f"default `{json.dumps(key.default)}`", *_changes(key)]
     return f"\n### `{name}`\n({'; '.join(facts)}) {key.doc}\n"
 
 
@@ -96,8 +96,10 @@ def _default(text: str) -> str:
     return f"default {found[1]}" if found else "required"
 
 
-def _type(type_: Any) -> str:
-    return " or ".join(_types(TypeAdapter(type_).json_schema())) or "object"
+def _type(key: Key) -> str:
+    names = _types(TypeAdapter(key.type).json_schema())
+    objects = ["string", "object"] if isinstance(key.default, str) else ["object"]
+    return " or ".join(names or objects)
 
 
 def _types(schema: Dict[str, Any]) -> List[str]:

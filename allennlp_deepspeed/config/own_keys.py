@@ -104,8 +104,9 @@ TRAINER_KEYS: Dict[str, Key] = {
     "resume": Key(
         Optional[Literal["auto"]],
         default=None,
-        doc='With `"auto"` a run resumes if the serialization directory has one of its '
-        "checkpoints, and starts otherwise, without `--recover`. Use it in job queues that "
+        doc='With `"auto"` and without `--recover`, a run resumes if the serialization '
+        "directory has one of its checkpoints. If not, it starts from the beginning. Use "
+        '`"auto"` in job queues that '
         "start the same command again, and with torchrun's `--max-restarts`.",
         advice='must be "auto" or null',
         may_change=True,
@@ -138,9 +139,9 @@ TRAINER_KEYS: Dict[str, Key] = {
     "use_amp": Key(
         Optional[bool],
         default=None,
-        doc="`true` trains in mixed precision: `torch_autocast` to bf16, or the first of "
-        '`bf16`, `fp16` and `torch_autocast` whose `enabled` is `"auto"` in '
-        "`deepspeed_config` and that the device supports ([all "
+        doc="`true` trains in mixed precision. If `deepspeed_config` sets `enabled` to "
+        '`"auto"` in `bf16`, `fp16` or `torch_autocast`, the first of these, in this order, '
+        "that the device supports is used. Otherwise it is `torch_autocast` to bf16 ([all "
         "cases](configuration.md#batch-size-gradient-clipping-mixed-precision)). `null` "
         "leaves the precision to `deepspeed_config`. `false` means fp32, and is refused if "
         "`deepspeed_config` enables another precision.",
@@ -249,8 +250,8 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
     "keep_most_recent_by_age": Key(
         Optional[NonNegativeFloat],
         default=None,
-        doc="Keeps, in addition to those, checkpoints that are younger than this number of "
-        "seconds.",
+        doc="Keeps checkpoints that are younger than this number of seconds, in addition to "
+        "the newest ones that `keep_most_recent_by_count` keeps.",
     ),
     "save_on_preemption": Key(
         bool,
@@ -300,7 +301,8 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
         _Seconds,
         default=120,
         doc="The number of seconds after SIGTERM or Ctrl-C in which workers must exit, "
-        "including the time to save a checkpoint. After it they are killed.",
+        "including the time to save a checkpoint. Workers that are still running "
+        "after it are killed.",
         advice="must be a number of seconds above 0",
     ),
     "max_restarts": Key(

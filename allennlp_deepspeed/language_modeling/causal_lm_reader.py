@@ -53,8 +53,8 @@ class CausalLMReader(DatasetReader):
     # Parameters
 
     tokenizer : `str`, required.
-        The name of a pretrained model or its directory, or a file that ends in `.gguf`. It is saved
-        in the archive. An archive is loaded with the saved one.
+        The name of a pretrained model or its directory, or a file that ends in `.gguf`. The
+        tokenizer is saved in the archive, and a loaded archive uses the saved one.
     max_length : `int`, optional (default = `None`)
         Truncates examples to this number of tokens. The number of truncated examples is logged for
         each file.
@@ -65,8 +65,8 @@ class CausalLMReader(DatasetReader):
         template ends it.
     pack : `bool`, optional (default = `False`)
         Whether to pack short examples into sequences of up to `max_length` tokens. Examples don't
-        attend to each other. Each worker then tokenizes all examples, so that sequences don't
-        depend on the world size, and `max_instances` is a number of sequences.
+        attend to each other. Each worker then tokenizes all examples, so sequences don't
+        depend on the world size. With `pack`, `max_instances` counts sequences, not examples.
     tokenizer_kwargs : `Dict[str, Any]`, optional (default = `None`)
         Further arguments of `AutoTokenizer.from_pretrained`.
 
