@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,17 +44,36 @@ def heading(world_size: int, *packages: str) -> Dict[str, Any]:
         "machine": machine,
         "world_size": world_size,
         "versions": versions,
-        "made": f"{commit()}{date.today().isoformat()}",
+        "commit": commit(),
+        "date": date.today().isoformat(),
     }
 
 
 def commit() -> str:
-    """The commit in words, or nothing where there is no repository."""
-    git = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
+    """The commit, and whether files have been changed. `"unknown"` without a repository."""
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        short = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        return f"Commit {short}, "
-    return ""
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
+
+
+def made(heading: Dict[str, Any]) -> str:
+    return f"commit {heading['commit']}, {heading['date']}"
+
+
+def keep(directory: Path, name: str, heading: Dict[str, Any]) -> Dict[str, Any]:
+    """
+    Returns the data of an earlier run, to which this one is to be added.
+
+    # Raises
+
+    `SystemExit`
+        If they are of another machine, version or commit.
+    """
+    data = read(directory, name)
+    if data and {**data, **heading, "date": data.get("date")} != data:
+        sys.exit(f"{name}.md in {directory} is of another machine, version or commit: omit --keep")
+    return data
 
 
 def processor() -> str:
@@ -65,11 +85,10 @@ def processor() -> str:
 
 def describe(heading: Dict[str, Any], with_workers: bool = True) -> str:
     """A heading in words."""
-    workers = f", {heading['world_size']} workers" if with_workers else ""
+    count = heading["world_size"]
+    workers = f", {count} worker{'s' * (count > 1)}" if with_workers else ""
     versions = ", ".join(f"{name} {number}" for name, number in heading["versions"].items())
-    # A study that goes on with raw data of an older version of this module.
-    made = f" {heading['made']}." if "made" in heading else ""
-    return f"{heading['machine']}{workers}. {versions}.{made}"
+    return f"{heading['machine']}{workers}. {versions}; {made(heading)}."
 
 
 def document(title: str, *blocks: str) -> str:

@@ -105,16 +105,17 @@ def run(settings: argparse.Namespace) -> None:
         lines: List[Line] = []
         data.setdefault("blocks", {})[block] = lines
         with tempfile.TemporaryDirectory(prefix=f"{block}-") as directory:
-            for line in _timed(BLOCKS[block](Setting(settings.tiny, Path(directory)))):
+            block_lines = BLOCKS[block](Setting(settings.tiny, Path(directory)))
+            for line in _timed(block_lines, report.made(data)):
                 lines.append(line)
                 report.write(settings.output, name, data, text(card, data))
     report.show(text(card, data))
 
 
-def _timed(lines: Iterable[Line]) -> Iterator[Line]:
+def _timed(lines: Iterable[Line], made: str) -> Iterator[Line]:
     start = time.monotonic()
     yield from lines
-    yield Line("seconds of this block", f"{time.monotonic() - start:.0f}")
+    yield Line("seconds of this block", f"{time.monotonic() - start:.0f}", made)
 
 
 def text(card: str, data: Dict[str, Any]) -> str:

@@ -106,7 +106,7 @@ def run(settings: argparse.Namespace) -> None:
     heading = report.heading(
         world_size, "transformers", "accelerate", "peft", "trl", "sentence-transformers"
     )
-    rows = report.read(settings.output, "real").get("rows", []) if settings.keep else []
+    rows = report.keep(settings.output, "real", heading).get("rows", []) if settings.keep else []
     for name in settings.models:
         rows = [row for row in rows if row["model"] != name]
         subject = SUBJECTS[name]

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="keep the other results that are in the output, of the same machine and versions",
+        help="keep the other results that are in the output, of the same commit and machine",
     )
 
 
@@ -94,9 +94,7 @@ def run(settings: argparse.Namespace) -> None:
     heading = report.heading(world_size, "accelerate", "lightning", "fairscale")
     data: Dict[str, Any] = {**heading, "rows": []}
     if settings.keep:
-        kept = report.read(settings.output, "speed")
-        if {**kept, **heading} == kept:
-            data = kept
+        data.update(report.keep(settings.output, "speed", heading))
     for cell in product(settings.models, settings.accumulation, settings.stages):
         rows = measure(*cell, settings, world_size)
         others = [row for row in data["rows"] if _cell(row) != _cell(rows[0])]

@@ -137,7 +137,7 @@ def markdown(
         f"`allennlp deepspeed check` on the library's {len(configs)} training configs, with the "
         "trainer's type changed and two workers, at stages 0, 2 and 3, refuses:",
         report.table(["training config", "stages", "message"], _refused(configs)),
-        f"{report.describe(heading, with_workers=False)}",
+        report.describe(heading, with_workers=False),
     )
 
 
