@@ -33,7 +33,7 @@ follow it) and the batch sizes of data loaders may change too. All other keys mu
 _CHECKPOINTER = """
 ## `trainer.checkpointer`
 
-Its `"type"` is `"deepspeed"` unless set. All values may change with `--recover`.
+The checkpointer's `"type"` is `"deepspeed"` unless set. All values may change with `--recover`.
 """
 
 

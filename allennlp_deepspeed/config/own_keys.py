@@ -97,7 +97,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         'of a batch whose activations don\'t fit into memory. `{"chunk_size": 32}` encodes '
         "32 examples at a time on each worker. `chunk_size` may also be an object with a "
         'number for each argument of `encode`, such as `{"query": 64, "document": 16}`, or '
-        '`"auto"`, the largest that fits.',
+        '`"auto"`, the largest number that fits.',
         advice='must be an object, such as {"chunk_size": 32}',
         may_change=True,
     ),
@@ -139,9 +139,10 @@ TRAINER_KEYS: Dict[str, Key] = {
     "use_amp": Key(
         Optional[bool],
         default=None,
-        doc="`true` trains in mixed precision. If `deepspeed_config` sets `enabled` to "
-        '`"auto"` in `bf16`, `fp16` or `torch_autocast`, the first of these, in this order, '
-        "that the device supports is used. Otherwise it is `torch_autocast` to bf16 ([all "
+        doc="`true` trains in mixed precision. If sections `bf16`, `fp16` or "
+        '`torch_autocast` of `deepspeed_config` have `"enabled": "auto"`, it enables the first of '
+        "those sections that works on the device, in this order. Without such a section, it trains "
+        "with `torch_autocast` to bf16 ([all "
         "cases](configuration.md#batch-size-gradient-clipping-mixed-precision)). `null` "
         "leaves the precision to `deepspeed_config`. `false` means fp32, and is refused if "
         "`deepspeed_config` enables another precision.",
@@ -245,13 +246,13 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
         Optional[NonNegativeInt],
         default=2,
         doc="The number of newest checkpoints to keep. If this and `keep_most_recent_by_age` "
-        "are `null`, all are kept.",
+        "are `null`, all checkpoints are kept.",
     ),
     "keep_most_recent_by_age": Key(
         Optional[NonNegativeFloat],
         default=None,
         doc="Keeps checkpoints that are younger than this number of seconds, in addition to "
-        "the newest ones that `keep_most_recent_by_count` keeps.",
+        "those that `keep_most_recent_by_count` keeps.",
     ),
     "save_on_preemption": Key(
         bool,
@@ -278,7 +279,7 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
         default="error",
         doc='What to do if a file of the newest checkpoint is missing or damaged. `"error"` '
         'ends with an error. `"previous"` appends `.corrupt` to the checkpoint\'s name, and '
-        "resumes from the newest intact one.",
+        "resumes from the newest intact checkpoint.",
     ),
 }
 """The keys under "checkpointer", except its "type"."""
@@ -287,7 +288,7 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
     "timeout": Key(
         _Seconds,
         default=600,
-        doc="The number of seconds that a collective, of gloo or NCCL, waits for the other "
+        doc="The number of seconds that a collective of gloo or NCCL waits for the other "
         "ranks before training ends with an error.",
         advice="must be a number of seconds above 0",
     ),
@@ -302,7 +303,7 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
         default=120,
         doc="The number of seconds after SIGTERM or Ctrl-C in which workers must exit, "
         "including the time to save a checkpoint. Workers that are still running "
-        "after it are killed.",
+        "after this time are killed.",
         advice="must be a number of seconds above 0",
     ),
     "max_restarts": Key(

@@ -69,8 +69,9 @@ class CausalLM(TokenLossModel):
         `{"model_type": "llama", "hidden_size": 256}`.
     tokenizer : `str`, optional (default = `None`)
         The tokenizer that is saved in the archive: a name, a directory or a GGUF file. Leave
-        it unset if the reader is "causal_lm": the reader's tokenizer is saved, and a different one
-        here is refused. With another reader, set it, or the tokenizer of `model_name` is saved.
+        it unset if the reader is "causal_lm": the reader's tokenizer is saved, and a different
+        tokenizer here is refused. With another reader, set it, or the tokenizer of
+        `model_name` is saved.
     load_weights : `bool`, optional (default = `True`)
         Whether to load the weights of `model_name`. `False` is set automatically when an archive is
         loaded.
@@ -80,9 +81,9 @@ class CausalLM(TokenLossModel):
         such as `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`.
     save_adapters_only : `bool`, optional (default = `False`)
         Whether to leave the frozen weights of `model_name` out of `best.th` and the archive, which
-        become small with `lora`. When the archive is loaded, they are read from `model_name`, which
-        must still have bitwise the same ones. If it has moved, load the archive with `--overrides
-        '{"model.model_name": "..."}'`.
+        become small with `lora`. When the archive is loaded, the frozen weights are read from
+        `model_name`. They must be bitwise the same as in training. If the model has moved, load the
+        archive with `--overrides '{"model.model_name": "..."}'`.
     transformer_kwargs : `Dict[str, Any]`, optional (default = `None`)
         Further arguments of `AutoModelForCausalLM.from_pretrained` (or of `from_config`, if
         `config` is set), such as `attn_implementation`. `dtype` is a name such as `"bfloat16"`; the

@@ -42,13 +42,13 @@ class CausalLMPredictor(Predictor):
     max_new_tokens : `int`, optional (default = `256`)
         The maximum number of tokens of a response.
     sample : `bool`, optional (default = `False`)
-        Whether to sample tokens instead of taking the most probable one.
+        Whether to sample tokens instead of taking the most probable token.
     temperature : `float`, optional (default = `1.0`)
         The divisor of the logits before sampling.
     top_k : `int`, optional (default = `None`)
         Samples from this number of most probable tokens.
     top_p : `float`, optional (default = `None`)
-        Samples from the most probable tokens whose total probability reaches this.
+        Samples from the most probable tokens whose total probability reaches this value.
     seed : `int`, optional (default = `0`)
         The random seed, which is set again for each batch of inputs.
     stop : `List[str]`, optional (default = `None`)

@@ -61,8 +61,8 @@ class CausalLMReader(DatasetReader):
     loss_on : `str`, optional (default = `"all"`)
         The tokens with a loss: `"all"`, or `"responses"` only. In messages, a response is the text
         between `{% generation %}` and `{% endgeneration %}` in the chat template. If the template
-        has no such marks, it is a message of the assistant, including the tokens with which the
-        template ends it.
+        has no such marks, each message of the assistant is a response, including the tokens with
+        which the template ends the message.
     pack : `bool`, optional (default = `False`)
         Whether to pack short examples into sequences of up to `max_length` tokens. Examples don't
         attend to each other. Each worker then tokenizes all examples, so sequences don't
