@@ -105,7 +105,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         Optional[Literal["auto"]],
         default=None,
         doc='With `"auto"` and without `--recover`, a run resumes if the serialization '
-        "directory has one of its checkpoints. If not, it starts from the beginning. Use "
+        "directory has a checkpoint of the run. If not, the run starts from the beginning. Use "
         '`"auto"` in job queues that '
         "start the same command again, and with torchrun's `--max-restarts`.",
         advice='must be "auto" or null',
@@ -175,7 +175,7 @@ TRAINER_KEYS: Dict[str, Key] = {
         PositiveInt,
         default=1,
         doc="The number of consecutive ranks that share each sequence "
-        "([Ulysses](https://arxiv.org/abs/2309.14509)). They read the same data, and "
+        "([Ulysses](https://arxiv.org/abs/2309.14509)). These ranks read the same data, and "
         'count as one worker in batch sizes. Only for `"causal_lm"` ([long '
         "sequences](long_sequences.md)).",
         advice="must be an integer, at least 1",

@@ -54,7 +54,7 @@ class CausalLMReader(DatasetReader):
 
     tokenizer : `str`, required.
         The name of a pretrained model or its directory, or a file that ends in `.gguf`. The
-        tokenizer is saved in the archive, and a loaded archive uses the saved one.
+        tokenizer is saved in the archive, and a loaded archive uses the saved tokenizer.
     max_length : `int`, optional (default = `None`)
         Truncates examples to this number of tokens. The number of truncated examples is logged for
         each file.
