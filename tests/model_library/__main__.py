@@ -120,6 +120,11 @@ class Trials:
 
         zeros = trial.zero_unused_gradients
         outcome = self.outcome(world_size, stage)
+        if f"{trial.MITIGATOR}_backward" in self._config["trainer"].get("callbacks", []):
+            trainer = {**self._config["trainer"], "callbacks": [f"{trial.MITIGATOR}_of_the_mean"]}
+            of_the_mean = Trials({**self._config, "trainer": trainer}, self._folder / "of the mean")
+            yield "of the mean", difference(of_the_mean.reference(world_size), outcome)
+            return
         if stage > 0:
             yield "from gradients of 0", difference(self.reference(world_size, zeros), outcome)
         for text, changes in experiments.LESS_ROUNDING.items():

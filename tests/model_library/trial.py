@@ -34,6 +34,9 @@ from tests.model_library.experiments import seed
 TIME_LIMIT = 600  # seconds
 GRACE = 5
 
+# AllenNLP's callbacks with this name's beginning call backward.
+MITIGATOR = "adversarial_bias_mitigator"
+
 Weights = Dict[str, Any]
 
 
@@ -126,6 +129,48 @@ class _Weights(TrainerCallback):
                 _Weights.taken = _arrays(trainer.model)
         else:
             _Weights.taken = _arrays(trainer.model)
+
+
+@TrainerCallback.register(f"{MITIGATOR}_of_the_mean")
+class _AdversarialBiasMitigatorOfTheMean(TrainerCallback):
+    """
+    What AllenNLP's "adversarial_bias_mitigator_backward" does with the mean of the gradients of two
+    micro-batches, as of two workers. Its own would do it with each, and lose the first one's.
+    """
+
+    def __init__(self, serialization_dir: str) -> None:
+        super().__init__(serialization_dir)
+        self._first: Optional[List[torch.Tensor]] = None
+
+    def on_backward(self, trainer: Any, batch_outputs: Any, *args: Any, **kwargs: Any) -> bool:
+        model = trainer.model
+        predictor, adversary = (
+            [p for p in module.parameters() if p.requires_grad]
+            for module in (model.predictor, model.adversary)
+        )
+        gradients = [
+            *_gradients(batch_outputs["adversary_loss"], [*predictor, *adversary]),
+            *_gradients(batch_outputs["loss"], predictor),
+        ]
+        if self._first is None:
+            self._first = gradients
+            return True
+        mean = [(first + second) / 2 for first, second in zip(self._first, gradients)]
+        self._first = None
+        of_adversary = mean[: len(predictor)]
+        of_loss = mean[len(predictor) + len(adversary) :]
+        for parameter, hers, own in zip(predictor, of_adversary, of_loss):
+            if own.any():
+                unit = hers / torch.linalg.norm(hers)
+                parameter.grad = own - (own * unit * unit).sum() - hers
+        for parameter, gradient in zip(adversary, mean[len(predictor) :]):
+            parameter.grad = gradient
+        return True
+
+
+def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters)]
 
 
 def _arrays(model: torch.nn.Module) -> Weights:
