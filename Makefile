@@ -68,6 +68,7 @@ test-newest: export PATH := $(CURDIR)/$(VENV)/newest/bin:$(PATH)
 test-newest: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/newest/torch_extensions
 test-newest: $(VENV)/newest/installed
 	python -m pip list | grep -E "^($(subst $() ,|,$(NEWEST))) "
+	$(MAKE) --old-file $(VENV)/newest/installed VENV=$(VENV)/newest ops
 	pytest -n 2 $(TESTS_OF_NEWEST)
 
 # The changes are to be read before they are committed.
