@@ -21,7 +21,7 @@ export NO_MKDOCS_2_WARNING := 1
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
 	@echo "make demo-llm  fine-tune a language model and compare it before and after (under 10 minutes)"
-	@echo "make test    run the test suite, but for what takes long (about 30 minutes on 2 cores)"
+	@echo "make test    run the test suite, except what takes long (about 30 minutes on 2 cores)"
 	@echo "make test-unit  run the tests of single objects, without an engine (about 2 minutes)"
 	@echo "make test-newest  run unit tests and some trainings with the newest PyTorch, transformers and DeepSpeed, in an environment of its own"
 	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
