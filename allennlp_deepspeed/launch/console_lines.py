@@ -69,7 +69,7 @@ def print_how_to_resume(arguments: Dict[str, Any]) -> Iterator[None]:
         with suppress(OSError):
             directory = os.fspath(arguments["serialization_dir"])
             print(_how_to_resume(directory, change, is_elastic), flush=True)
-        if not _is_command():
+        if not is_command():
             raise
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
@@ -115,7 +115,7 @@ def _how_to_resume(directory: str, change: str, is_elastic: bool) -> str:
     return f"To resume from {name}, {change}."
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """Returns whether this process runs AllenNLP's command, also if a launcher has started it."""
     path = sys.argv[0]
     is_module = path.endswith(os.path.join("allennlp", "__main__.py"))

@@ -5,7 +5,6 @@ workers of the "deepspeed" trainer with torch.distributed.elastic.
 AllenNLP has no hook at this point, so `install` wraps `allennlp.commands.train.train_model`.
 """
 
-import atexit
 import functools
 import gc
 import inspect
@@ -30,7 +29,7 @@ from allennlp_deepspeed.launch.config_check import (
     has_deepspeed_trainer,
     worker_devices,
 )
-from allennlp_deepspeed.launch.console_lines import print_how_to_resume
+from allennlp_deepspeed.launch.console_lines import is_command, print_how_to_resume
 from allennlp_deepspeed.launch.launcher import LaunchedProcess
 from allennlp_deepspeed.reports.console import ConsoleSettings, shown_on_console
 from allennlp_deepspeed_import_hook import process_setup
@@ -76,9 +75,8 @@ def _normalize_trainer(params: Params) -> None:
 
 def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
     """Checks the config, and trains."""
-    # The interpreter would look several times at everything that has been imported when it exits,
-    # which takes seconds.
-    atexit.register(gc.freeze)
+    if is_command():
+        _exclude_imports_from_collections()
     process_setup.prepare()
     launched = launcher.detect()
     settings = _console_settings(arguments, launched)
@@ -97,6 +95,12 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     if not returns_model or arguments.get("dry_run"):
         return None
     return Model.load(arguments["params"], arguments["serialization_dir"])
+
+
+@functools.cache  # once, because later there may be garbage
+def _exclude_imports_from_collections() -> None:
+    """Excludes imported modules from garbage collections, which take seconds at exit."""
+    gc.freeze()
 
 
 def _checked_config(
