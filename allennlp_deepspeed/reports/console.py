@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import warnings
+from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
 from logging.handlers import MemoryHandler
 from types import SimpleNamespace
@@ -228,6 +229,8 @@ def _route_records(settings: ConsoleSettings) -> Iterator[None]:
     root, console = logging.getLogger(), Console(settings)
     handler, early_records = ConsoleHandler(console), MemoryHandler(_NUM_EARLY_RECORDS)
     early_records.flushLevel = logging.CRITICAL + 1
+    # An agent has no log file that they could be written to.
+    early_records.buffer = deque(maxlen=_NUM_EARLY_RECORDS)  # type: ignore[assignment]
     replaced: List[logging.Handler] = []
     former_level = root.level
     prepare_global_logging = common_logging.prepare_global_logging

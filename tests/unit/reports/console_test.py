@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import warnings
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Iterator, Tuple
 
@@ -85,6 +86,14 @@ def test_announcements_and_warnings_are_shown_and_all_is_in_the_file(
     for text in ("before there is a file", "of no interest", "2 checkpoints", "ValueError"):
         assert text in log
     assert log.count("It warns.") == 2
+
+
+def test_records_without_a_log_file_do_not_accumulate() -> None:
+    with shown_on_console(PLAIN):
+        (buffer,) = (h for h in logging.getLogger().handlers if isinstance(h, MemoryHandler))
+        for i in range(2 * buffer.capacity):
+            logger.info("step %d of an agent", i)
+        assert len(buffer.buffer) == buffer.capacity
 
 
 def test_afterwards_logging_is_as_allennlp_leaves_it(
