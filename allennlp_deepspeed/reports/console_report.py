@@ -178,7 +178,14 @@ class EpochProgress:
         self._bar.start()
         return self
 
-    def __exit__(self, *args: Any) -> None:
+    def __exit__(self, error_type: Any, *args: Any) -> None:
+        if error_type is None:
+            # The expected number may have been an estimate.
+            self._bar.update(self._task.id, total=self._task.completed)
+        self.close()
+
+    def close(self) -> None:
+        """Draws the bar for the last time."""
         if not self._bar.disable:  # rich 13 prints an empty line for a disabled bar
             self._bar.stop()
 

@@ -82,6 +82,13 @@ class BatchGroups:
         self._full_size = num_gradient_accumulation_steps
         self._device = device
         self._num_batches = _length(data_loader)
+        # The number of every rank's batches, if all lengths are exact.
+        self._common_length = -1
+        if dist.get_world_size() > 1:
+            is_exact = self._num_batches is not None and has_exact_length(data_loader)
+            self._common_length = self._min_over_ranks(
+                self._num_batches if is_exact else -1  # type: ignore[arg-type]
+            )
         self._level = logging.WARNING if warns else logging.INFO
         self.has_dropped = False
         """Whether this rank has dropped batches that other ranks lack."""
@@ -91,21 +98,21 @@ class BatchGroups:
         if dist.get_world_size() == 1:
             yield from self._single_worker_groups(groups)
             return
-        is_exact = self._num_batches is not None and has_exact_length(self._data_loader)
-        length = self._min_over_ranks(self._num_batches if is_exact else -1)  # type: ignore[arg-type]
-        if length == 0:
+        if self._common_length == 0:
             raise ConfigurationError(_NO_DATA)
-        if length < 0:
+        if self._common_length < 0:
             yield from self._unknown_length_groups(groups)
         else:
-            yield from self._known_length_groups(groups, length)
+            yield from self._known_length_groups(groups, self._common_length)
 
     @property
     def expected_length(self) -> Optional[int]:
-        """Returns the number of groups of this rank's data, or `None` if it isn't known."""
-        if self._num_batches is None:
-            return None
-        return math.ceil(self._num_batches / self._full_size)
+        """
+        Returns the number of groups, or that of this rank's data if the ranks don't know each
+        other's. `None` if that isn't known either.
+        """
+        num_batches = self._num_batches if self._common_length < 0 else self._common_length
+        return None if num_batches is None else math.ceil(num_batches / self._full_size)
 
     def _single_worker_groups(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         is_empty = True

@@ -71,6 +71,14 @@ def test_batches_per_epoch_go_on_where_the_last_epoch_ended(group_size: int, num
     assert run_workers(num_workers, work) == expected
 
 
+def test_the_expected_length_is_that_of_the_epoch():
+    def work(rank: int) -> Any:
+        groups = BatchGroups(numbers(20 - 4 * rank), 3, CPU)
+        return groups.expected_length, len(list(groups))
+
+    assert run_workers(2, work) == [(3, 3), (3, 3)]
+
+
 class Parabola(Model):
     """Fits a line to it."""
 
