@@ -46,7 +46,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from allennlp_deepspeed.announcements import announce, silence
 from allennlp_deepspeed.engine import module_calls, worker_failure
 from allennlp_deepspeed.engine.worker_failure import Failure
-from allennlp_deepspeed.reports import console as consoles
 from allennlp_deepspeed_import_hook import fork_server
 
 logger = logging.getLogger(__name__)
@@ -323,11 +322,9 @@ class _Agent(LocalElasticAgent):
             # Elastic names a signal only if this process had it: workers may have to save then. At
             # the second one it calls this method again.
             seconds, self._seconds_to_stop = self._node.shutdown_timeout, 0
-            if (console := consoles.current()) is not None and console.is_terminal:
-                console.line()  # the terminal shows ^C after a progress bar
             _announce(
-                f"{death_sig.name} received: stopping the workers after the current step. A "
-                "second signal kills them."
+                f"{death_sig.name} received: stopping the workers when they next read the losses. "
+                "A second signal kills them."
             )
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
         super()._shutdown(sent, math.ceil(seconds))

@@ -24,7 +24,9 @@ from huggingface_hub import constants
 from overrides import overrides
 from rich.console import Console as RichConsole
 from rich.console import ConsoleRenderable
+from rich.control import Control
 from rich.logging import RichHandler
+from rich.segment import ControlType
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
@@ -36,6 +38,13 @@ _LIBRARIES = ("DeepSpeed", "huggingface_hub", "torch", "transformers")
 _PLAIN_WIDTH = 120  # of tables without a terminal
 
 _NUM_EARLY_RECORDS = 10_000
+
+# Erases a progress bar that another process or `tqdm` draws, and will draw again.
+_ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
+
+# AllenNLP's description of the progress bar of a validation: rank 0's metrics, which differ from
+# those of all ranks.
+_VALIDATION_METRICS = re.compile(r"[^\r]* \|\|:")
 
 # Warnings that libraries log in every training, by logger.
 _ROUTINE = {
@@ -145,7 +154,9 @@ class ConsoleHandler(RichHandler):
             self._process, self.console = os.getpid(), Console(self._settings)
         try:
             if announcement(record) is not None or self._is_new_warning(record):
-                super().emit(record)
+                with self.console:  # written at once
+                    self.console.control(_ERASE_LINE)
+                    super().emit(record)
         except Exception:
             self.handleError(record)
 
@@ -291,7 +302,7 @@ class _BarOutput:
 
     def write(self, message: str) -> None:
         if _current is not None and _current.settings.is_terminal:
-            sys.stderr.write(message)
+            sys.stderr.write(_VALIDATION_METRICS.sub("Validation:", message))
 
     def flush(self) -> None:
         sys.stderr.flush()

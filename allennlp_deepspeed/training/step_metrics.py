@@ -254,6 +254,11 @@ class StepMetrics:
         )
         return self._progress_bar
 
+    def close_progress_bar(self) -> None:
+        """Draws the progress bar for the last time, before a message that ends training."""
+        if self._progress_bar is not None:
+            self._progress_bar.close()
+
     def start_step(self, num_accumulation_steps: int, batches: Sequence[TensorDict] = ()) -> None:
         """
         Starts a step.

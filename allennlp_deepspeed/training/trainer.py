@@ -714,6 +714,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         where = self._progress.point.describe(self._progress.total_batches_completed)
         if checkpointer is None or not checkpointer.save_on_preemption:
             where += ", without saving a checkpoint"
+        self._step_metrics.close_progress_bar()
         error = interrupted(status.signal_number, where)
         if checkpointer is not None:
             checkpointer.maybe_save_on_preemption(self, *self._progress.point)
@@ -726,6 +727,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         signal_number = self._interruption.agree(self.cuda_device)
         if signal_number:
+            self._step_metrics.close_progress_bar()
             raise interrupted(signal_number, where)
 
     # Checkpoints

@@ -272,6 +272,10 @@ def test_on_a_terminal_there_is_a_bar(interrupted: Interrupted) -> None:
     drawings = interrupted.printed.split("\r\x1b[2K")
     bars = [re.sub(r"\x1b\[[?\d;]*[a-z]", "", d).split("\r\n")[-1] for d in drawings if "━" in d]
     assert any(bar.startswith("Epoch 1 of 500") for bar in bars), drawings
+    # The other worker has fewer batches.
+    drawn = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", interrupted.printed)
+    assert re.search("Epoch 1 of 500 ━+ 7/7 ", drawn)
+    assert "\rValidation: 100%" in interrupted.printed and "loss: " not in interrupted.printed
     # It never takes a second line.
     assert max(map(len, bars)) <= 100
     # No cursor is moved up, which two processes couldn't agree on, or left hidden.
@@ -285,6 +289,9 @@ def test_ctrl_c_ends_without_a_traceback_and_says_how_to_continue(interrupted: I
     assert "SIGINT received: stopping the workers" in printed
     # In the console's format, not in that of AllenNLP's log.
     assert " - WARNING - " not in printed
+    # On a line of its own, between drawings of a bar.
+    assert re.search(r"(\r\x1b\[2K|\n)SIGINT received", printed)
+    assert "━" not in printed[printed.index("Stopped by SIGINT") :]
     assert re.search(r"Stopped by SIGINT (after step|during the validation)", printed)
     for text in ("Traceback", "KeyboardInterrupt", "KeyError"):
         assert text not in printed, printed

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import warnings
+from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Iterator, Tuple
@@ -14,6 +15,7 @@ from typing import Iterator, Tuple
 import pytest
 from allennlp.common import Tqdm
 from allennlp.common import logging as common_logging
+from allennlp.training.util import description_from_metrics
 from transformers.utils.logging import is_progress_bar_enabled
 
 from allennlp_deepspeed.announcements import announce
@@ -157,6 +159,59 @@ def test_a_line_that_is_printed_leaves_the_bar_below_it(
     assert lines[0].startswith("Saved.\nEpoch 1 of 5 ")
     # Never longer than the terminal.
     assert all(len(line) <= 60 for drawing in lines for line in drawing.splitlines())
+
+
+def test_the_bar_of_a_completed_epoch_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    # The length of a data loader may be an estimate.
+    with EpochProgress(Console(TERMINAL), "Epoch 1 of 5", total=8) as progress:
+        for _ in range(7):
+            progress.update()
+    last = capsys.readouterr().out.split("\r\x1b[2K")[-1]
+    assert "7/7" in last
+
+
+def test_the_last_line_of_a_bar_comes_before_what_ended_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(TERMINAL)
+    with suppress(KeyboardInterrupt), EpochProgress(console, "Epoch 1 of 5", total=8) as progress:
+        progress.update()
+        progress.close()
+        console.print("Stopped.")
+        raise KeyboardInterrupt
+    bar, after = capsys.readouterr().out.rsplit("Stopped.\n", 1)
+    assert "1/8" in bar and bar.count("\n") == 1 and "━" not in after
+
+
+def test_an_announcement_erases_the_bar_of_another_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for settings in (TERMINAL, PLAIN):
+        with shown_on_console(settings):
+            announce(logger, "Stopping.")
+    on_terminal, plain, _ = capsys.readouterr().out.split("\n")
+    assert on_terminal.startswith("\r\x1b[2KStopping.") and plain.endswith("Stopping.")
+    assert "\r" not in plain
+
+
+def test_a_validation_is_labelled_and_its_metrics_on_rank_0_are_in_the_log_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with shown_on_console(TERMINAL):
+        common_logging.prepare_global_logging(str(tmp_path))
+        bar = Tqdm.tqdm(range(3))
+        for _ in bar:
+            bar.set_description(description_from_metrics({"loss": 1.5}), refresh=False)
+    drawn = capsys.readouterr().err
+    assert "\rValidation: 100%" in drawn and "loss" not in drawn
+    assert "loss: 1.5000 ||: 100%" in (tmp_path / "out.log").read_text()
 
 
 def test_a_console_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
