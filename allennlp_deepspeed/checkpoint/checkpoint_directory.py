@@ -29,11 +29,11 @@ class PointInTime(NamedTuple):
     epochs: int
     steps: int
 
-    def describe(self, global_step: int) -> str:
+    def describe(self) -> str:
         """Describes it for the console, whose epochs and steps count from 1."""
-        step = f"step {self.steps} of epoch {self.epochs + 1}"
-        where = step if self.steps > 0 else f"epoch {self.epochs}"
-        return f"after {where} (global step {global_step})"
+        if self.steps > 0:
+            return f"after step {self.steps} of epoch {self.epochs + 1}"
+        return f"after epoch {self.epochs}" if self.epochs > 0 else "at the start of epoch 1"
 
 
 class CheckpointDirectory:

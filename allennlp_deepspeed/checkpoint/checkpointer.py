@@ -580,4 +580,5 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     now = before * trainer_state["instances_per_step"] // instances_per_step
     progress["batches_in_epoch_completed"] = now
     if now != before:
+        progress["is_converted"] = True
         trainer_state["replay"].pop("train_metrics", None)  # some steps may be trained again

@@ -80,9 +80,8 @@ class ConsoleReport:
         version = versions.versions().get("version of allennlp-deepspeed", "")
         lines = overview.overview(trainer, keys, serialization_dir or "nowhere")
         _announce_table(overview.as_table(f"allennlp-deepspeed {version}", lines))
-        num_steps = trainer.progress.total_batches_completed_at_start
-        if num_steps > 0:
-            where = trainer.progress.resume_point.describe(num_steps)
+        if trainer.progress.total_batches_completed_at_start > 0:
+            where = trainer.progress.describe_resume_point()
             announce(logger, "Resuming %s: fast-forwarding data", where)
 
     def epoch_progress(self, epoch: int, total: Optional[int]) -> Optional["EpochProgress"]:

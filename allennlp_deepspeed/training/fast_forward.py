@@ -128,8 +128,7 @@ class FastForward:
             )
         load_module_states(self._model, state["modules"])
         self._progress.finish_fast_forward()
-        where = self._progress.resume_point.describe(self._progress.total_batches_completed)
-        announce(logger, "Resumed training %s", where)
+        announce(logger, "Resumed training %s", self._progress.describe_resume_point())
         if state["running_loss"] is not None:
             # It will be divided by the number of steps, which may differ now.
             ratio = self._progress.batches_in_epoch_completed / state["steps_of_running_loss"]

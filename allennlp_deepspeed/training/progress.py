@@ -36,6 +36,17 @@ class Progress:
             self.start_after_epochs_completed, self.start_after_batches_in_epoch_completed
         )
 
+    def describe(self) -> str:
+        """Describes the current point in time for the console."""
+        return f"{self.point.describe()} (global step {self.total_batches_completed})"
+
+    def describe_resume_point(self) -> str:
+        """Describes the point in time that training resumes from."""
+        where = self.resume_point.describe()
+        if self._state_at_start.get("is_converted"):
+            return where  # the global step counts steps of the former size
+        return f"{where} (global step {self.total_batches_completed_at_start})"
+
     @property
     def total_batches_completed_at_start(self) -> int:
         """Returns the optimizer steps of all epochs at the point that training resumes from."""

@@ -711,7 +711,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not status.signal_number:
             return
         checkpointer = self._checkpointer if status.signal_number == signal.SIGTERM else None
-        where = self._progress.point.describe(self._progress.total_batches_completed)
+        where = self._progress.describe()
         if checkpointer is None or not checkpointer.save_on_preemption:
             where += ", without saving a checkpoint"
         self._step_metrics.close_progress_bar()
