@@ -217,13 +217,24 @@ class DeepSpeedCheckpointer(Checkpointer):
         Saves a checkpoint before a preempted training exits, if `save_on_preemption` is set and the
         last checkpoint is of an earlier point in time. Must be called on every rank.
         """
-        last_save = (
-            self._last_save_num_epochs_completed,
-            self._last_save_num_batches_in_epoch_completed,
-        )
-        now = (num_epochs_completed, num_batches_in_epoch_completed)
-        if self.save_on_preemption and now != last_save:
+        now = PointInTime(num_epochs_completed, num_batches_in_epoch_completed)
+        if self.save_on_preemption and now != self._last_save:
             self.save_checkpoint(trainer)
+
+    def is_saved(self, point: PointInTime, is_preempted: bool) -> bool:
+        """
+        Returns whether a training that is stopped at this point in time, which it has just reached,
+        leaves a checkpoint of it. The same on every rank.
+
+        # Parameters
+
+        point : `PointInTime`, required.
+        is_preempted : `bool`, required.
+            Whether `maybe_save_on_preemption` is going to be called.
+        """
+        if self._saves_nothing:
+            return False
+        return (is_preempted and self.save_on_preemption) or point == self._last_save
 
     def is_step_to_save(
         self, num_epochs_completed: int, num_batches_in_epoch_completed: int
@@ -512,6 +523,12 @@ class DeepSpeedCheckpointer(Checkpointer):
         resharding.load(engine, checkpoint, record.frozen)
         if "moving_average" in trainer_state:
             trainer_state["moving_average"] = resharding.read_moving_average(engine, checkpoint)
+
+    @property
+    def _last_save(self) -> PointInTime:
+        return PointInTime(
+            self._last_save_num_epochs_completed, self._last_save_num_batches_in_epoch_completed
+        )
 
     def _remember(self, point: PointInTime) -> None:
         self._last_save_num_epochs_completed = point.epochs

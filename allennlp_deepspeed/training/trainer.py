@@ -711,11 +711,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not status.signal_number:
             return
         checkpointer = self._checkpointer if status.signal_number == signal.SIGTERM else None
-        where = self._progress.describe()
-        if checkpointer is None or not checkpointer.save_on_preemption:
-            where += ", without saving a checkpoint"
-        self._step_metrics.close_progress_bar()
-        error = interrupted(status.signal_number, where)
+        error = self._interrupted(status.signal_number, self._progress.describe())
         if checkpointer is not None:
             checkpointer.maybe_save_on_preemption(self, *self._progress.point)
         raise error
@@ -727,8 +723,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         signal_number = self._interruption.agree(self.cuda_device)
         if signal_number:
-            self._step_metrics.close_progress_bar()
-            raise interrupted(signal_number, where)
+            raise self._interrupted(signal_number, where)
+
+    def _interrupted(self, signal_number: int, where: str) -> BaseException:
+        """Announces an interruption, and returns the exception to raise."""
+        point, checkpointer = self._progress.point, self._checkpointer
+        is_saved = checkpointer is not None and checkpointer.is_saved(
+            point, is_preempted=signal_number == signal.SIGTERM
+        )
+        if not (is_saved or self._progress.is_fast_forwarding):
+            where += ", without saving a checkpoint"
+        self._step_metrics.close_progress_bar()
+        return interrupted(signal_number, where)
 
     # Checkpoints
 

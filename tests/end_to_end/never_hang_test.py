@@ -190,21 +190,31 @@ def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
     assert not Result(tmp_path / "out").archive.exists()
 
 
-@pytest.mark.parametrize("signal_name, point", [("SIGTERM", TRAINING), ("SIGINT", VALIDATION)])
-def test_a_signal_to_a_single_process(tmp_path: Path, signal_name: str, point: str):
+@pytest.mark.parametrize(
+    "signal_name, point, saves_each_step",
+    [("SIGTERM", TRAINING, False), ("SIGINT", VALIDATION, False), ("SIGINT", TRAINING, True)],
+)
+def test_a_signal_to_a_single_process(
+    tmp_path: Path, signal_name: str, point: str, saves_each_step: bool
+):
     config = tagger(2, callback("send_signal", point=point, signal_name=signal_name), AVERAGE)
     del config["distributed"]
-    config["trainer"]["checkpointer"] = {"save_on_preemption": True}
+    config["trainer"]["checkpointer"] = {
+        "save_on_preemption": True,
+        "save_every_num_batches": 1 if saves_each_step else None,
+    }
     run = train(config, tmp_path)
     assert run.returncode != 0
     assert f"Stopped by {signal_name} " in run.output
+    is_saved = signal_name == "SIGTERM" or saves_each_step
+    assert (", without saving a checkpoint." in run.output) is not is_saved
     assert "Traceback" not in run.output
     result = Result(tmp_path / "out")
     best = torch.load(result.serialization_dir / "best.th", weights_only=True)
     assert_same_weights(result.weights(), best, tolerance=0)
     # The one at the end of the first epoch, and the one at the signal.
     checkpoints = list(result.serialization_dir.glob("checkpoint_*"))
-    assert len(checkpoints) == (2 if signal_name == "SIGTERM" else 1)
+    assert len(checkpoints) == (2 if is_saved else 1)
 
 
 @pytest.mark.parametrize(
