@@ -51,7 +51,7 @@ def overview(trainer: Any, keys: Mapping[str, Any], serialization_dir: str) -> L
         ("parameters", _parameters(trainer.engine)),
         ("batch", _batch(trainer)),
         ("optimizer", _optimizer(trainer)),
-        ("gradients", _gradients(config, keys)),
+        ("gradients", _gradients(trainer, keys)),
         ("model states", _model_states(trainer, keys)),
         ("memory", _memory(trainer, config, keys)),
         ("checkpoints", _checkpoints(trainer, serialization_dir)),
@@ -135,28 +135,29 @@ def _peak_learning_rate(scheduler: Any, optimizer: torch.optim.Optimizer) -> Opt
     return max(rates) if rates else None
 
 
-def _gradients(config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
+def _gradients(trainer: Any, keys: Mapping[str, Any]) -> str:
+    config = trainer.resolved_config
     clipping = config.engine_config.get("gradient_clipping")
     texts = [f"norm clipped to {clipping:g}"] if clipping else []
     if keys.get("grad_clipping"):
         texts.append(f"values clipped to ±{keys['grad_clipping']:g}")
     texts = texts or ["not clipped"]
     if dist.get_world_size() > 1:
-        setting = keys["gradient_synchronization"]
-        mode = {
-            "auto": "once per step if memory allows",
-            "step": "once per step",
-            "micro_batch": "after each micro-batch",
-        }[setting]
         is_set_by_key = config.accumulates or keys.get("grad_cache")
-        texts.append(
-            f"reduced {mode} (gradient_synchronization {setting})"
-            if is_set_by_key
-            else "reduced once per step"
-        )
+        texts.append(_reduction(trainer, keys) if is_set_by_key else "reduced once per step")
     if keys.get("grad_cache"):
         texts.append("gradient caching")
     return ", ".join(texts)
+
+
+def _reduction(trainer: Any, keys: Mapping[str, Any]) -> str:
+    schedule, setting = trainer.reduction_schedule, keys["gradient_synchronization"]
+    key = f" (gradient_synchronization {setting})"
+    if not schedule.is_decided:
+        return f"reduced once per step if memory allows{key}"
+    mode = "once per step" if schedule.is_once_a_step else "after each micro-batch"
+    # "auto" decides at stages 2 and 3 only, and not where a callback reads gradients.
+    return f"reduced {mode}{'' if setting == 'auto' else key}"
 
 
 def _memory(trainer: Any, config: ResolvedConfig, keys: Mapping[str, Any]) -> str:
@@ -215,7 +216,7 @@ def _estimate_states(trainer: Any, keys: Mapping[str, Any]) -> ModelStates:
 
 def _checkpoints(trainer: Any, serialization_dir: str) -> str:
     checkpointer = trainer.checkpointer
-    if checkpointer is None:
+    if checkpointer is None or trainer.engine.zero_nvme_offload_optimizer():
         return "none"
     keys = checkpointer.keys
     times = ["after each epoch"] if keys["save_completed_epochs"] else []

@@ -97,6 +97,7 @@ from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.progress import Progress
+from allennlp_deepspeed.training.reduction_schedule import ReductionSchedule
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.step_metrics import StepMetrics
@@ -1054,6 +1055,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @property
     def checkpointer(self) -> Optional[DeepSpeedCheckpointer]:
         return self._checkpointer
+
+    @property
+    def reduction_schedule(self) -> ReductionSchedule:
+        """Returns when gradients are reduced across the ranks."""
+        return self._gradient_synchronizer.schedule
 
     @property
     def learning_rate_scheduler(self) -> Any:
