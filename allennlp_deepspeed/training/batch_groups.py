@@ -133,7 +133,7 @@ class BatchGroups:
             common_size = min(self._full_size, remaining)
             remaining -= common_size
             yield BatchGroup(batches[:common_size], len(batches))
-        surplus = sum(map(len, groups))
+        surplus = len(batches) - common_size + sum(map(len, groups))
         if surplus > 0:
             self._log_dropped("1 batch" if surplus == 1 else f"{surplus} batches")
 
