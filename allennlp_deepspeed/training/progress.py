@@ -20,6 +20,8 @@ class Progress:
     start_after_epochs_completed: int = 0
     start_after_batches_in_epoch_completed: int = 0
     should_validate_this_epoch: bool = True
+    has_dropped_batches: bool = False
+    """Whether this rank has warned of batches that it drops, since other ranks have fewer."""
     num_forward_passes: int = 0
     """Number of forward passes for training in this epoch, by the trainer or by other callers."""
     _state_at_start: Dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -72,6 +74,7 @@ class Progress:
             "batches_in_epoch_completed": self.batches_in_epoch_completed,
             "total_batches_completed": self.total_batches_completed,
             "should_validate_this_epoch": self.should_validate_this_epoch,
+            "has_dropped_batches": self.has_dropped_batches,
         }
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
@@ -81,6 +84,8 @@ class Progress:
         """
         self.start_after_epochs_completed = state_dict["epochs_completed"]
         self.start_after_batches_in_epoch_completed = state_dict["batches_in_epoch_completed"]
+        # Not in checkpoints of earlier versions.
+        self.has_dropped_batches = state_dict.get("has_dropped_batches", False)
         self._state_at_start = state_dict
 
     def finish_fast_forward(self) -> None:

@@ -239,7 +239,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._progress = Progress()
             super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
             self._has_trained = False
-            self._has_dropped_batches = False
             self._directories = find_directories(arguments, wrapped_model.config)
             if distributed:
                 self._primary = self._directories.is_leader
@@ -494,7 +493,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._weight_change_detector.start_epoch()
         self._buffer_broadcast.find_buffers()
         # Once a run, even if it is interrupted.
-        warns = not (self._has_dropped_batches or self._progress.is_fast_forwarding_epoch)
+        warns = not (self._progress.has_dropped_batches or self._progress.is_fast_forwarding_epoch)
         groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device, warns
         )
@@ -506,7 +505,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 else:
                     self._train_step(group, epoch)
                 progress_bar.update()
-            self._has_dropped_batches |= groups.has_dropped
+            self._progress.has_dropped_batches |= warns and groups.has_dropped
 
             self._step_metrics.finish_batch_metrics()
             if self._step_metrics.logging_interval.num_steps_since_log > 0:
