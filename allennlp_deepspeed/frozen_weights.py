@@ -32,6 +32,10 @@ class FrozenRecord(NamedTuple):
         return getattr(torch, self.dtype)
 
 
+class PretrainedWeightsError(ConfigurationError):
+    """Raised if pretrained weights can't be loaded, or differ from those of the training."""
+
+
 def check_same(
     actual: Mapping[str, FrozenRecord], expected: Mapping[str, FrozenRecord], source: str
 ) -> None:
@@ -49,14 +53,14 @@ def check_same(
 
     # Raises
 
-    `ConfigurationError`
+    `PretrainedWeightsError`
         If they differ.
     """
     different = sorted(
         name for name in {**actual, **expected} if actual.get(name) != expected.get(name)
     )
     if different:
-        raise ConfigurationError(
+        raise PretrainedWeightsError(
             f"{source} has no frozen parameters, and those of the model differ from the "
             f"original ones: {_listing(different)}. Load the same pretrained weights as before."
         )
@@ -85,11 +89,11 @@ def add_frozen_parameters(
     # Returns
 
     `Dict[str, Any]`
-        The `state_dict` with all parameters, in fp32.
+        The `state_dict` with the frozen parameters, in fp32.
 
     # Raises
 
-    `ConfigurationError`
+    `PretrainedWeightsError`
         If the model's weights are not those of the training.
     """
     parameters = dict(model.named_parameters())
@@ -105,25 +109,23 @@ def add_frozen_parameters(
     }
     check_same(actual, records, source)
     in_fp32 = {key: _to_fp32(weight) for key, weight in weights.items()}
-    return {
-        key: state_dict[key] if key in state_dict else in_fp32[id(value)]
-        for key, value in model.state_dict(keep_vars=True).items()
-    }
+    values = model.state_dict(keep_vars=True).items()
+    frozen = {key: in_fp32[id(value)] for key, value in values if id(value) in in_fp32}
+    return {**frozen, **state_dict}
 
 
-def complete(state_dict: Dict[str, Any], model: torch.nn.Module) -> Dict[str, Any]:
+def complete(state_dict: Mapping[str, Any], model: torch.nn.Module) -> Dict[str, Any]:
     """
-    Adds the frozen parameters that an archive leaves out to its `state_dict`, from a model as it is
-    before the first step.
+    Adds the frozen parameters that an archive of adapters only leaves out to its `state_dict`, from
+    a model as it is before the first step.
 
     # Raises
 
-    `ConfigurationError`
+    `PretrainedWeightsError`
         If the model's weights are not those of the training.
     """
-    if RECORDS_KEY not in state_dict:
-        return state_dict
-    records = {name: FrozenRecord(*record) for name, record in state_dict[RECORDS_KEY].items()}
+    state_dict = dict(state_dict)
+    records = {name: FrozenRecord(*record) for name, record in state_dict.pop(RECORDS_KEY).items()}
     return add_frozen_parameters(state_dict, model, records, "The archive")
 
 

@@ -31,6 +31,7 @@ class BestWeights:
     def __init__(
         self, wrapped_model: DeepSpeedWrappedModel, serialization_dir: str, is_primary: bool
     ) -> None:
+        frozen_parameters.check_archived_elsewhere(wrapped_model.engine.module)
         self._wrapped_model = wrapped_model
         self._is_primary = is_primary
         self.path = os.path.join(serialization_dir, BEST_WEIGHTS_NAME)
@@ -119,8 +120,8 @@ class BestWeights:
 
     def frozen_records(self) -> Dict[str, FrozenRecord]:
         """
-        Returns the records of the frozen parameters. They are computed once, because they don't
-        change. Must be called on every rank.
+        Returns the records of the frozen parameters. They are computed once, because
+        `modified_weights` refuses to change them. Must be called on every rank.
         """
         if self._frozen is None:
             self._frozen = frozen_parameters.frozen_records(self._wrapped_model.engine)

@@ -8,6 +8,7 @@ from typing import Dict, Set
 import torch
 import torch.distributed as dist
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import prepare_environment
 from allennlp.data import Vocabulary
 from allennlp.models import Model
@@ -50,6 +51,47 @@ def archived_elsewhere(model: torch.nn.Module) -> Set[str]:
     """
     names: Set[str] = getattr(model, "archived_elsewhere", set())
     return names & frozen_names(model)
+
+
+def check_archived_elsewhere(model: torch.nn.Module) -> None:
+    """
+    Checks that no part of the model leaves parameters out of archives, since only a complete model
+    restores them.
+
+    # Raises
+
+    `ConfigurationError`
+        If one does.
+    """
+    for name, module in model.named_modules():
+        if name and getattr(module, "archived_elsewhere", None):
+            raise ConfigurationError(
+                f"'save_adapters_only' is true for the part '{name}' of the model, but only a "
+                'complete model of type "causal_lm" can be loaded without its frozen weights: '
+                "remove the key."
+            )
+
+
+def left_out(model: torch.nn.Module, of_checkpoints: bool) -> Dict[str, str]:
+    """
+    Returns the frozen parameters that files leave out.
+
+    # Parameters
+
+    model : `torch.nn.Module`, required.
+    of_checkpoints : `bool`, required.
+        Whether checkpoints leave them out.
+
+    # Returns
+
+    `Dict[str, str]`
+        The key in the configuration that leaves a parameter out, by the parameter's name.
+    """
+    names = frozen_names(model) if of_checkpoints else set()
+    return {
+        **dict.fromkeys(names, "trainer.checkpointer.exclude_frozen_parameters"),
+        **dict.fromkeys(archived_elsewhere(model), "model.save_adapters_only"),
+    }
 
 
 def construct_model(serialization_dir: str) -> Model:

@@ -9,7 +9,8 @@ addition to its own state. All are collectives: every rank must call them.
 import re
 from collections import OrderedDict
 from contextlib import contextmanager
-from typing import Any, Collection, Dict, Iterable, Iterator, List, Optional, Union
+from types import MappingProxyType
+from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -204,7 +205,11 @@ def _to_plain(tensor: torch.Tensor, directory: Optional[str]) -> torch.Tensor:
 
 
 @contextmanager
-def modified_weights(engine: DeepSpeedEngine, which: ParameterSelection = None) -> Iterator[None]:
+def modified_weights(
+    engine: DeepSpeedEngine,
+    which: ParameterSelection = None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
     """
     Context manager in which parameters are gathered in fp32, with the values that the optimizer
     updates, to be changed in place. When it exits without an error, the values of rank 0 are
@@ -215,11 +220,14 @@ def modified_weights(engine: DeepSpeedEngine, which: ParameterSelection = None) 
     engine : `DeepSpeedEngine`, required.
     which : `Union[str, Parameter, Iterable[Union[str, Parameter]]]`, optional (default = `None`)
         Parameters, or regular expressions that are searched in their names. `None` means all.
+    left_out : `Mapping[str, str]`, optional (default = `{}`)
+        The names of frozen parameters whose changes would be lost, each with the key in the
+        configuration that leaves it out of files.
 
     # Raises
 
     `ConfigurationError`
-        If a regular expression matches no name.
+        If a regular expression matches no name, or a parameter in `left_out` was changed.
     """
     shards = Shards(engine)
     parameters = (
@@ -230,7 +238,7 @@ def modified_weights(engine: DeepSpeedEngine, which: ParameterSelection = None) 
     with torch.no_grad():
         try:
             for parameter in parameters:
-                if not shards.steps_parameters:
+                if not shards.steps_parameters or shards.names[parameter] in left_out:
                     full = full_parameter(parameter, shards)
                     dtype = _in_full_precision(full.dtype)
                     parameter.data = full.to(engine.device, dtype, copy=True)
@@ -241,11 +249,34 @@ def modified_weights(engine: DeepSpeedEngine, which: ParameterSelection = None) 
             for parameter, data in zip(parameters, computed_with):
                 parameter.data = data
                 refuse_access(parameter)
+        _check_unchanged(shards, zip(parameters, changed), left_out)
         for parameter, value in zip(parameters, changed):
             source = value if dist.get_rank() == 0 else None
             full = broadcast(source, parameter, engine.device)
             set_full_parameter(parameter, full, shards)
         shards.update_parameters()
+
+
+def _check_unchanged(
+    shards: Shards,
+    values: Iterable[Tuple[torch.nn.Parameter, torch.Tensor]],
+    left_out: Mapping[str, str],
+) -> None:
+    """Checks that the values of rank 0 are still those of the parameters in `left_out`."""
+    if not left_out:
+        return
+    changed = [
+        shards.names[parameter]
+        for parameter, value in values
+        if shards.names[parameter] in left_out
+        and not torch.equal(value, full_parameter(parameter, shards).to(value))
+    ]
+    name = collectives.broadcast_object(next(iter(changed), None))
+    if name is not None:
+        raise ConfigurationError(
+            f"The frozen parameter '{name}' was changed within `modified_weights`, but "
+            f"'{left_out[name]}' is true, so that the change wouldn't be saved. Remove the key."
+        )
 
 
 def _select_parameters(

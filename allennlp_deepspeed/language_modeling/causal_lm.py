@@ -142,6 +142,7 @@ class CausalLM(TokenLossModel):
             transformer_kwargs or {},
             load_weights=load_weights,
             serialization_dir=self.serialization_dir,
+            needs_all_weights=save_adapters_only,
         )
         _check_causal(self.transformer)
         loaded_tokenizer = pretrained.tokenizer_to_save(
@@ -344,7 +345,11 @@ class CausalLM(TokenLossModel):
 
     @overrides
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
-        return super().load_state_dict(frozen_weights.complete(state_dict, self), strict)
+        if frozen_weights.RECORDS_KEY in state_dict:
+            state_dict = frozen_weights.complete(state_dict, self)
+            # The base has been loaded in the dtype of `transformer_kwargs`.
+            self.float()
+        return super().load_state_dict(state_dict, strict)
 
     @classmethod
     @overrides
@@ -362,14 +367,15 @@ class CausalLM(TokenLossModel):
         )
         config["model"]["load_weights"] = needs_base
         arguments = config["model"].get("transformer_kwargs") or {}
-        # The weights of an archive are fp32, which flash attention doesn't support.
-        for key in ("dtype", "torch_dtype"):
+        # The weights of an archive are fp32, which flash attention doesn't support. A base is
+        # loaded in the same dtype as for the training.
+        for key in () if needs_base else ("dtype", "torch_dtype"):
             arguments.pop(key, None)
         if "flash" in str(arguments.get("attn_implementation")):
             arguments.pop("attn_implementation")
         try:
             model = super()._load(config, serialization_dir, weights_file, cuda_device)
-        except ConfigurationError as error:
+        except frozen_weights.PretrainedWeightsError as error:
             if not needs_base:
                 raise
             raise ConfigurationError(

@@ -29,6 +29,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed.config.keys import did_you_mean
+from allennlp_deepspeed.frozen_weights import PretrainedWeightsError
 from allennlp_deepspeed.language_modeling.example_sizes import ExampleSizes, ModelLimits
 from allennlp_deepspeed.meta_model import is_without_weights
 
@@ -72,6 +73,7 @@ def load_transformer(
     arguments: Dict[str, Any],
     load_weights: bool,
     serialization_dir: Directory,
+    needs_all_weights: bool = False,
 ) -> "PreTrainedModel":
     """
     Loads or constructs a transformer.
@@ -88,11 +90,15 @@ def load_transformer(
         Whether to load pretrained weights.
     serialization_dir : `Union[str, PathLike]`, required.
         If weights aren't loaded, the configuration saved in this directory is used if there is one.
+    needs_all_weights : `bool`, optional (default = `False`)
+        Whether to refuse pretrained weights that lack some, which would be initialized randomly.
 
     # Raises
 
-    `ConfigurationError`
+    `PretrainedWeightsError`
         If there is no such model.
+    `ConfigurationError`
+        If `config` has no known `model_type`, or the pretrained weights lack some.
     """
     if config is not None:
         _check_model_type(config)
@@ -101,11 +107,7 @@ def load_transformer(
     saved = saved_files(serialization_dir, "config.json")
     try:
         if load_weights and config is None:
-            name, file_argument = _name_and_file(model_name)
-            pretrained = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **file_argument, **arguments
-            )
-            return _remove_quantization_marks(pretrained) if file_argument else pretrained
+            return _load_pretrained(model_name, arguments, needs_all_weights)
         if saved is not None and not load_weights:
             loaded = transformers.AutoConfig.from_pretrained(saved)
             # Adapters store the model's name, not the directory it was saved in.
@@ -126,13 +128,28 @@ def load_transformer(
         constructed = transformers.AutoModelForCausalLM.from_config(loaded, **arguments)
     except (ImportError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         key = "config" if model_name is None else "model_name"
-        raise ConfigurationError(
+        raise PretrainedWeightsError(
             f"'model.{key}' is {model_name if config is None else config!r}, from which "
             f"transformers {VERSION} can't load a causal language model: {error}"
         ) from error
     if saved is not None and saved_files(serialization_dir, "generation_config.json"):
         constructed.generation_config = transformers.GenerationConfig.from_pretrained(saved)
     return constructed
+
+
+def _load_pretrained(
+    model_name: Optional[str], arguments: Dict[str, Any], needs_all_weights: bool
+) -> "PreTrainedModel":
+    name, file_argument = _name_and_file(model_name)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    pretrained, report = load(name, output_loading_info=True, **file_argument, **arguments)
+    random = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+    if needs_all_weights and random:
+        raise ConfigurationError(
+            f"'model.save_adapters_only' is true, but '{model_name}' lacks {', '.join(random)}. "
+            "These weights are initialized randomly, and would be lost: remove the key."
+        )
+    return _remove_quantization_marks(pretrained) if file_argument else pretrained
 
 
 def load_tokenizer(name: str, arguments: Dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -44,6 +44,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.checkpoint.frozen_parameters import left_out
 from allennlp_deepspeed.checkpoint.trainer_protocol import (
     TRAINING_STATE_VERSION,
     ModelStateOfEngine,
@@ -973,9 +974,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         Every rank must enter it, between steps, with the same `which`. All ranks make the change,
         and the values of rank 0 are used. It is not for forward passes. Frozen parameters can be
-        changed too; in half precision they are rounded, since they have no fp32 copy. After an
-        exception the weights are unchanged, except those that the optimizer updates in place, at
-        stage 0 in fp32.
+        changed too, unless they are left out of checkpoints or the archive; in half precision they
+        are rounded, since they have no fp32 copy. After an exception the weights are unchanged,
+        except those that the optimizer updates in place, at stage 0 in fp32.
 
         # Parameters
 
@@ -987,14 +988,21 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         `RuntimeError`
             If weights have been changed outside of it.
+        `ConfigurationError`
+            If frozen parameters were changed that are left out of checkpoints or the archive.
         """
         self._weight_change_detector.raise_if_changed()
         try:
-            with modified_weights(self.engine, which):
+            with modified_weights(self.engine, which, self._left_out()):
                 yield
         finally:
             # After an exception too: the changes have been undone.
             self._weight_change_detector.snapshot()
+
+    def _left_out(self) -> Dict[str, str]:
+        """Returns the frozen parameters that files leave out, with the key that leaves them out."""
+        keys = {} if self._checkpointer is None else self._checkpointer.keys
+        return left_out(self.model, keys.get("exclude_frozen_parameters", False))
 
     @property
     def callbacks(self) -> List[TrainerCallback]:
