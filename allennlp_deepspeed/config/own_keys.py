@@ -115,9 +115,10 @@ TRAINER_KEYS: Dict[str, Key] = {
         Optional[PositiveInt],
         default=None,
         doc="The number of optimizer steps after which the host waits for the device and reads "
-        "the losses. At the same time the progress bar is updated, the workers agree on "
-        "signals and NaN, and the trainer checks `save_every_num_seconds`. `null` means "
-        "about once a second. The metrics of an epoch don't depend on it.",
+        "the losses. At the same time the progress bar is updated, the workers tell each other "
+        "about signals (SIGTERM, Ctrl-C) and NaN losses, and the trainer checks "
+        "`save_every_num_seconds`. `null` means about once a second. The metrics of an epoch "
+        "don't depend on it.",
         advice="write a number of optimizer steps, at least 1, or remove the key for about once a "
         "second.",
         may_change=True,

@@ -70,8 +70,8 @@ class CausalLM(TokenLossModel):
     tokenizer : `str`, optional (default = `None`)
         The tokenizer that is saved in the archive: a name, a directory or a GGUF file. Leave
         it unset if the reader is "causal_lm": the reader's tokenizer is saved, and a different
-        tokenizer here is refused. With another reader, set it, or the tokenizer of
-        `model_name` is saved.
+        tokenizer here is refused. With another reader, set it to the reader's tokenizer. If it is
+        unset, the tokenizer of `model_name` is saved.
     load_weights : `bool`, optional (default = `True`)
         Whether to load the weights of `model_name`. `False` is set automatically when an archive is
         loaded.

@@ -157,8 +157,9 @@ class BatchGroups:
         self.has_dropped = True
         logger.log(
             self._level,
-            "Rank %d drops %s at the end of each epoch, because another rank has fewer batches. "
-            "To train on all instances, make their number divisible by world size × batch size.",
+            "Rank %d drops %s at the end of each epoch, because another rank has fewer batches."
+            "\n  To train on all instances, make their number divisible by world size × batch "
+            "size.",
             dist.get_rank(),
             what,
         )
