@@ -109,9 +109,12 @@ def add_frozen_parameters(
     }
     check_same(actual, records, source)
     in_fp32 = {key: _to_fp32(weight) for key, weight in weights.items()}
-    values = model.state_dict(keep_vars=True).items()
-    frozen = {key: in_fp32[id(value)] for key, value in values if id(value) in in_fp32}
-    return {**frozen, **state_dict}
+    ordered = {
+        key: state_dict[key] if key in state_dict else in_fp32[id(value)]
+        for key, value in model.state_dict(keep_vars=True).items()
+        if key in state_dict or id(value) in in_fp32
+    }
+    return {**ordered, **state_dict}
 
 
 def complete(state_dict: Mapping[str, Any], model: torch.nn.Module) -> Dict[str, Any]:
