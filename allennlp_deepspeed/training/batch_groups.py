@@ -85,10 +85,8 @@ class BatchGroups:
         # The number of every rank's batches, if all lengths are exact.
         self._common_length = -1
         if dist.get_world_size() > 1:
-            is_exact = self._num_batches is not None and has_exact_length(data_loader)
-            self._common_length = self._min_over_ranks(
-                self._num_batches if is_exact else -1  # type: ignore[arg-type]
-            )
+            length = self._num_batches if has_exact_length(data_loader) else None
+            self._common_length = self._min_over_ranks(-1 if length is None else length)
         self._level = logging.WARNING if warns else logging.INFO
         self.has_dropped = False
         """Whether this rank has dropped batches that other ranks lack."""
