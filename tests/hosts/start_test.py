@@ -137,7 +137,7 @@ def test_two_nodes_train_with_the_console_as_users_have_it(two_hosts: Hosts, tmp
     for run in runs:
         run.check()
     first, second = (run.output for run in runs)
-    assert " workers        4 on the CPU of host-0 (2), host-1 (2)" in first
+    assert "4 on the CPU of host-0 (2), host-1 (2)" in first
     assert "Epoch 1 of 1 in " in first and "Saved checkpoint_e1_b0" in first
     assert second.endswith("Progress is shown by rank 0, on host-0.\n")
     assert len(first.splitlines()) < 40
