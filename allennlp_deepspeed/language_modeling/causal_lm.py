@@ -68,10 +68,10 @@ class CausalLM(TokenLossModel):
         Instead of `model_name`: the configuration of a model with random weights, such as
         `{"model_type": "llama", "hidden_size": 256}`.
     tokenizer : `str`, optional (default = `None`)
-        The tokenizer that is saved in the archive: a name, a directory or a GGUF file. Leave
-        it unset if the reader is "causal_lm": the reader's tokenizer is saved, and a different
-        tokenizer here is refused. With another reader, set it to the reader's tokenizer. If it is
-        unset, the tokenizer of `model_name` is saved.
+        The tokenizer that is saved in the archive: a name, a directory or a GGUF file. With the
+        reader "causal_lm", leave it unset: the reader's tokenizer is saved, and a different one is
+        refused. With another reader, set it to the reader's tokenizer. Otherwise the tokenizer of
+        `model_name` is saved.
     load_weights : `bool`, optional (default = `True`)
         Whether to load the weights of `model_name`. `False` is set automatically when an archive is
         loaded.
