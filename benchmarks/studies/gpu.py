@@ -43,6 +43,7 @@ from benchmarks.studies import real
 
 TIME_LIMIT = 540.0  # seconds, of a block's contenders
 STEPS = 20  # of a training that isn't timed
+FAILED = "failed"  # the figure of a test
 
 DECODER = {"vocab_size": 32000, "num_tokens": 512, "width": 1024, "num_layers": 24, "num_heads": 16}
 TINY_DECODER = {"vocab_size": 50, "num_tokens": 8, "width": 16, "num_layers": 2, "num_heads": 2}
@@ -110,6 +111,8 @@ def run(settings: argparse.Namespace) -> None:
                 lines.append(line)
                 report.write(settings.output, name, data, text(card, data))
     report.show(text(card, data))
+    if any(line[1] == FAILED for block in settings.blocks for line in data["blocks"][block]):
+        sys.exit(1)
 
 
 def _timed(lines: Iterable[Line], made: str) -> Iterator[Line]:
@@ -128,22 +131,26 @@ def text(card: str, data: Dict[str, Any]) -> str:
 
 def tests(setting: Setting) -> Iterator[Line]:
     """Runs the marked tests. On a CPU they are collected and skipped."""
-    arguments = ["tests/end_to_end/gpu_test.py", "-m", "gpu", "-q", "--no-header"]
+    arguments = ["tests/end_to_end/gpu_test.py", "-m", "gpu", "-v", "-rN", "--no-header"]
     if not setting.tiny:
         arguments += ["-n", "8"]
-    pytest = subprocess.run(
+    summary = ""
+    with subprocess.Popen(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=report.REPOSITORY,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    lines = pytest.stdout.strip().splitlines()
-    if pytest.returncode:
-        print(pytest.stdout)
-    yield Line("`pytest -m gpu`", lines[-1].strip("= "))
-    for line in lines:
-        if line.startswith("FAILED"):
-            yield Line(line.split(" - ")[0], "failed")
+    ) as pytest:
+        assert pytest.stdout is not None
+        # Named at once: a machine that is lent may be taken back before the summary.
+        for line in pytest.stdout:
+            print(line, end="", flush=True)
+            summary = line.strip("= \n") or summary
+            if failed := re.search(
+                r"(?:FAILED|ERROR) (tests/\S+)|^(tests/\S+) (?:FAILED|ERROR)", line
+            ):
+                yield Line(failed[1] or failed[2], FAILED)
+    yield Line("`pytest -m gpu`", summary)
 
 
 def parity(setting: Setting) -> Iterator[Line]:

@@ -2,8 +2,9 @@
 The bytes of model states on each rank, against the ZeRO paper and `allennlp deepspeed estimate`.
 
 Trains a transformer classifier of 13 million parameters with the `deepspeed` trainer and Adam on
-CPU workers, and counts the bytes of the tensors that are alive. Writes a table to
-`benchmarks/results`. Some minutes.
+CPU workers, and counts the bytes of the tensors that are alive; then the models of the study
+`real`, if they are installed, at two workers in fp32. Writes tables to `benchmarks/results`. Some
+minutes.
 
 The paper ([ZeRO](https://arxiv.org/abs/1910.02054), section 3 and figure 1) has 2 bytes of weights,
 2 of gradients and 12 of optimizer states for each parameter in mixed precision, of which stage 1
@@ -17,9 +18,10 @@ import json
 import multiprocessing
 import os
 import tempfile
+from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 from unittest import mock
 
 # Imported when an engine is brought up. It brings PyTorch's compiler with it, and takes longer than
@@ -28,11 +30,14 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
+from allennlp.common.util import import_module_and_submodules
 
 from allennlp_deepspeed.commands.memory_estimate import Estimator
 from allennlp_deepspeed.launch import agent
 from benchmarks.harness import report, training
 from benchmarks.harness.counted_states import CountedStates
+from benchmarks.real.recorder import Cell
+from benchmarks.studies import real
 
 TIME_LIMIT = 120  # seconds, for a training
 _BYTES = {"bf16": (2, 2, 12), "fp32": (4, 4, 8)}  # of weights, gradients and optimizer states
@@ -42,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precisions", nargs="+", default=list(_BYTES), choices=list(_BYTES))
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--real", nargs="*", choices=real.SUBJECTS, default=list(real.SUBJECTS))
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -50,10 +56,16 @@ def run(settings: argparse.Namespace) -> None:
     for variant in product(settings.precisions, settings.workers, settings.stages):
         rows.append(measure(*variant))
         print(json.dumps({k: v for k, v in rows[-1].items() if k != "ranks"}), flush=True)
+    real_rows = []
+    for name in settings.real:
+        for stage, accumulation in product((0, 2, 3), real.SUBJECTS[name].accumulation):
+            real_rows.append(measure_real(name, stage, accumulation))
+            print(json.dumps(real_rows[-1]), flush=True)
     data = {
-        **report.heading(max(settings.workers)),
+        **report.heading(max(settings.workers), "transformers", "peft"),
         "num_parameters": rows[0]["num_parameters"],
         "rows": rows,
+        "real": real_rows,
     }
     report.write(settings.output, "model_states", data, text(data))
     report.show(text(data))
@@ -97,17 +109,10 @@ def measure(precision: str, workers: int, stage: int) -> Dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         values = config(directory, precision, workers, stage)
-        estimate = Estimator(Params(values)).estimate(gpu_memory=None, cpu_memory=0, nvme_memory=0)
-        states = next(e.states for e in estimate.placements if e.placement.name == str(stage))
-        assert states is not None
+        num_parameters, estimated = estimate(values, stage)
         ranks = train(values, directory)
-    num_parameters = estimate.size.total
     held = max(rank.weights + rank.gradients + rank.optimizer for rank in ranks)
-    peak = max(
-        rank.weights + max(rank.gradients, rank.gradients_in_step) + rank.optimizer
-        for rank in ranks
-    )
-    estimated = states.gpu.weights + states.gpu.gradients + states.gpu.optimizer
+    peak = _peak(ranks)
     expected = theory(precision, stage, workers)
     return {
         "precision": precision,
@@ -122,6 +127,64 @@ def measure(precision: str, workers: int, stage: int) -> Dict[str, Any]:
         "estimated": estimated / num_parameters,
         "estimated_to_counted": estimated / peak,
     }
+
+
+def measure_real(name: str, stage: int, accumulation: int) -> Dict[str, Any]:
+    """What is in bytes, of the rank that has most, for a row of the study `real`."""
+    import_module_and_submodules("allennlp_deepspeed")
+    model = import_module(f"benchmarks.real.{name}")
+    with tempfile.TemporaryDirectory() as directory:
+        # Texts of a few tokens: activations are little to the weights.
+        cell = Cell(
+            data=directory,
+            output="",
+            address="",
+            world_size=2,
+            stage=stage,
+            accumulation=accumulation,
+            warmup=2,
+            num_segments=0,
+            steps=0,
+            batch_size=1,
+            max_length=8,
+            chunk_size=1 if name == "bi_encoder" else 0,
+        )
+        model.prepare(cell, tiny=False)
+        values = real.training_config(name, real.OURS, cell)
+        values["trainer"]["deepspeed_config"]["zero_optimization"]["reduce_bucket_size"] = 100_000
+        values["trainer"].update(
+            callbacks=["count_model_states"], checkpointer=None, run_confidence_checks=False
+        )
+        num_parameters, estimated = estimate(values, stage)
+        peak = _peak(train(values, Path(directory)))
+    return {
+        "model": name,
+        "stage": stage,
+        "accumulation": accumulation,
+        "num_parameters": num_parameters,
+        "counted_with_step": peak,
+        "estimated": estimated,
+        "estimated_to_counted": estimated / peak,
+    }
+
+
+def estimate(values: Dict[str, Any], stage: int) -> Tuple[int, int]:
+    """The model's parameters, and the bytes of model states that `estimate` says of a rank."""
+    estimates = Estimator(Params(values)).estimate(gpu_memory=None, cpu_memory=0, nvme_memory=0)
+    states = next(e.states for e in estimates.placements if e.placement.name == str(stage))
+    assert states is not None
+    return (
+        estimates.size.total,
+        states.gpu.weights + states.gpu.gradients + states.gpu.optimizer,
+    )
+
+
+def _peak(ranks: List[CountedStates]) -> int:
+    """The most at a time, of the rank that has most."""
+    return max(
+        rank.weights + max(rank.gradients, rank.gradients_in_step) + rank.optimizer
+        for rank in ranks
+    )
 
 
 def train(values: Dict[str, Any], directory: Path) -> List[CountedStates]:
@@ -165,6 +228,20 @@ def text(data: Dict[str, Any]) -> str:
         + [f"{row[key]:.2f}" for key in columns.values()]
         for row in data["rows"]
     ]
+    real_rows = [
+        [row["model"], str(row["stage"]), str(row["accumulation"])]
+        + [f"{row[key] / 1e6:.1f}" for key in ("counted_with_step", "estimated")]
+        + [f"{row['estimated_to_counted']:.2f}"]
+        for row in data["real"]
+    ]
+    headings = (
+        "model",
+        "stage",
+        "accumulation",
+        "counted with the step, MB",
+        "estimate, MB",
+        "to the counted",
+    )
     return report.document(
         "Model states",
         f"{report.describe(data)}\n"
@@ -172,4 +249,7 @@ def text(data: Dict[str, Any]) -> str:
         "parameter on each rank.\n"
         "How the figures are made: [NOTES.md](../NOTES.md#model-states).",
         report.table(("precision", "workers", "stage", *columns), rows),
+        "## Models of the study `real`",
+        "Two workers, fp32; MB of a rank.",
+        report.table(headings, real_rows),
     )

@@ -215,7 +215,7 @@ def _arguments(name: str, tool: str, cell: Cell) -> List[str]:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={cell.world_size}"]
         return [sys.executable, "-m", *launcher, "-m", module, tool]
     path = Path(f"{cell.output}.json")
-    path.write_text(json.dumps(_config(name, tool, cell)))
+    path.write_text(json.dumps(training_config(name, tool, cell)))
     packages = ["benchmarks.real.allennlp_steps", module]
     if tool == OURS:
         packages.insert(0, "allennlp_deepspeed")
@@ -223,7 +223,8 @@ def _arguments(name: str, tool: str, cell: Cell) -> List[str]:
     return ["allennlp", "train", str(path), "-s", f"{cell.output}/run", *arguments]
 
 
-def _config(name: str, tool: str, cell: Cell) -> Dict[str, Any]:
+def training_config(name: str, tool: str, cell: Cell) -> Dict[str, Any]:
+    """The config of ours or of AllenNLP's own trainer."""
     from benchmarks.real import data
 
     trainer: Dict[str, Any] = {
