@@ -40,7 +40,8 @@ def chunked_cross_entropy(
 ) -> TokenLosses:
     """
     Computes logits for a chunk of positions at a time. The output layer is called once, so that
-    ZeRO stage 3 gathers its weights once for any number of chunks.
+    ZeRO stage 3 gathers its weights once for any number of chunks. The logits of a single chunk are
+    computed once, as the backward pass begins with them.
 
     PyTorch's `linear_cross_entropy`, which computes gradients in the forward pass, is used in fp32
     for a plain linear layer whose logits aren't adjusted. In half precision its sum would be in
@@ -92,7 +93,7 @@ def chunked_cross_entropy(
 
     def compute_all_chunks(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
         compute = compute_chunk
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and hidden.size(0) > chunk_size:
             if adjust is None and is_plain and _is_supported_by_pytorch(output_layer, hidden):
                 return compute_with_pytorch(hidden, targets)
             # Nothing in it is random.
