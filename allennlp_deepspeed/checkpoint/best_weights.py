@@ -3,6 +3,7 @@ from typing import Any, Collection, Dict, Optional
 
 import torch
 import torch.distributed as dist
+from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import frozen_parameters, serialization
@@ -36,6 +37,10 @@ class BestWeights:
         self._is_primary = is_primary
         self.path = os.path.join(serialization_dir, BEST_WEIGHTS_NAME)
         self._frozen: Optional[Dict[str, FrozenRecord]] = None  # computed on first use
+        # Of the frozen parameters, when archives or checkpoints first need to be without them.
+        self._fingerprints: Optional[Dict[str, int]] = None
+        if frozen_parameters.archived_elsewhere(wrapped_model.engine.module):
+            self._fingerprints = frozen_parameters.fingerprints(wrapped_model.engine.module)
         self.exist = False
         """Whether this training has completed a best epoch."""
         self.saved_after: Optional[int] = None
@@ -120,11 +125,27 @@ class BestWeights:
 
     def frozen_records(self) -> Dict[str, FrozenRecord]:
         """
-        Returns the records of the frozen parameters. They are computed once, because
-        `modified_weights` refuses to change them. Must be called on every rank.
+        Returns the records of the frozen parameters, which are computed once. Must be called on
+        every rank.
+
+        # Raises
+
+        `ConfigurationError`
+            If this rank's elements of one have changed since, which no file would have.
         """
+        engine = self._wrapped_model.engine
+        fingerprints = frozen_parameters.fingerprints(engine.module)
+        if self._fingerprints is None:
+            self._fingerprints = fingerprints
+        for name, fingerprint in fingerprints.items():
+            if fingerprint != self._fingerprints.get(name):
+                raise ConfigurationError(
+                    f"The parameter '{name}' was frozen or changed during training, but frozen "
+                    "parameters aren't saved. Remove 'trainer.checkpointer."
+                    "exclude_frozen_parameters' and 'model.save_adapters_only'."
+                )
         if self._frozen is None:
-            self._frozen = frozen_parameters.frozen_records(self._wrapped_model.engine)
+            self._frozen = frozen_parameters.frozen_records(engine)
         return self._frozen
 
     def _full_state_dict(self) -> Any:

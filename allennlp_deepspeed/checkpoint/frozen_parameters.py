@@ -15,7 +15,8 @@ from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine import collectives, weights
+from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.frozen_weights import FrozenRecord
 
 
@@ -36,6 +37,16 @@ def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
                 if dist.get_rank() == 0:
                     records[name] = FrozenRecord.from_weight(parameter.data)
     return collectives.broadcast_object(records)
+
+
+def fingerprints(model: torch.nn.Module) -> Dict[str, int]:
+    """Returns a hash of this rank's elements of each frozen parameter, by its first name."""
+    with access_allowed():
+        return {
+            name: weights.fingerprint(parameter)
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad
+        }
 
 
 def frozen_names(model: torch.nn.Module) -> Set[str]:

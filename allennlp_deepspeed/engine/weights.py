@@ -257,6 +257,21 @@ def modified_weights(
         shards.update_parameters()
 
 
+def fingerprint(parameter: Any) -> int:
+    """
+    Returns a checksum of the elements that this rank stores: the sum of their bits as integers. It
+    is computed on their device.
+    """
+    stored = parameter.data
+    if internals.is_sharded(parameter):
+        shard = parameter.ds_tensor.flatten()
+        without_padding = full_shape(parameter).numel() - dist.get_rank() * shard.numel()
+        stored = shard[: max(0, without_padding)]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(stored) if stored.is_complex() else stored
+    return int(real.view(integers[real.element_size()]).sum())
+
+
 def _check_unchanged(
     shards: Shards,
     values: Iterable[Tuple[torch.nn.Parameter, torch.Tensor]],
@@ -269,7 +284,9 @@ def _check_unchanged(
         shards.names[parameter]
         for parameter, value in values
         if shards.names[parameter] in left_out
-        and not torch.equal(value, full_parameter(parameter, shards).to(value))
+        and not torch.allclose(
+            value, full_parameter(parameter, shards).to(value), rtol=0, atol=0, equal_nan=True
+        )
     ]
     name = collectives.broadcast_object(next(iter(changed), None))
     if name is not None:

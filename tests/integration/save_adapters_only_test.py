@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Optional
 
+import deepspeed
 import pytest
 import torch
 from allennlp.common import Params
@@ -75,6 +76,17 @@ def change_frozen(parameters: Dict[str, torch.nn.Parameter]) -> None:
     parameters[FROZEN].data.mul_(1.5)
 
 
+class ChangeData(Change):
+    """Changes weights of which no file is saved, where it isn't noticed as it happens."""
+
+    def on_epoch(self, trainer: Any, *args: Any, epoch: int, **kwargs: Any) -> None:
+        if epoch == 1:
+            self._change(dict(trainer.model.named_parameters()))
+
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
 def change_adapters(parameters: Dict[str, torch.nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if "lora_B" in name:
@@ -106,6 +118,29 @@ def test_a_change_of_parameters_that_are_not_saved_is_an_error(
     (message,) = set(changed.on_all_ranks(error_of_training, tmp_path))
     assert message.startswith("ConfigurationError") and f"'{key}'" in message
     assert f"'{FROZEN}'" in message
+
+
+def change_frozen_shards(parameters: Dict[str, torch.nn.Parameter]) -> None:
+    with deepspeed.zero.GatheredParameters([parameters[FROZEN]], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            parameters[FROZEN].data.mul_(1.5)
+
+
+@pytest.mark.parametrize(
+    "stage, change", [(0, change_frozen), (2, change_frozen), (3, change_frozen_shards)]
+)
+def test_a_change_outside_modified_weights_is_an_error_when_it_is_not_saved(
+    base: str, tmp_path: Path, stage: int, change: Any
+) -> None:
+    changed = side(
+        arguments(base),
+        stage,
+        num_epochs=3,
+        world_size=2 if stage == 3 else 1,
+        callbacks=lambda: [ChangeData(change)],
+    )
+    for message in changed.on_all_ranks(error_of_training, tmp_path):
+        assert message.startswith("ConfigurationError") and f"'{FROZEN}'" in message
 
 
 @pytest.mark.parametrize("stage, of_engine", [(0, {}), (3, {"bf16": {"enabled": True}})])
