@@ -323,8 +323,7 @@ class _Agent(LocalElasticAgent):
             # the second one it calls this method again.
             seconds, self._seconds_to_stop = self._node.shutdown_timeout, 0
             _announce(
-                f"{death_sig.name} received: stopping the workers when they next read the losses. "
-                "A second signal kills them."
+                f"{death_sig.name} received: stopping the workers. A second signal kills them."
             )
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
         super()._shutdown(sent, math.ceil(seconds))

@@ -42,9 +42,9 @@ _NUM_EARLY_RECORDS = 10_000
 # Erases a progress bar that another process or `tqdm` draws, and will draw again.
 _ERASE_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
-# AllenNLP's description of the progress bar of a validation: rank 0's metrics, which differ from
-# those of all ranks.
-_VALIDATION_METRICS = re.compile(r"[^\r]* \|\|:")
+# AllenNLP's description of the progress bar of a validation or test: rank 0's metrics, which differ
+# from those of all ranks.
+_EVALUATION_METRICS = re.compile(r"[^\r]* \|\|:")
 
 # Warnings that libraries log in every training, by logger.
 _ROUTINE = {
@@ -302,7 +302,7 @@ class _BarOutput:
 
     def write(self, message: str) -> None:
         if _current is not None and _current.settings.is_terminal:
-            sys.stderr.write(_VALIDATION_METRICS.sub("Validation:", message))
+            sys.stderr.write(_EVALUATION_METRICS.sub("Evaluating:", message))
 
     def flush(self) -> None:
         sys.stderr.flush()

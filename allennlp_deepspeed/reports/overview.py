@@ -145,6 +145,8 @@ def _gradients(trainer: Any, keys: Mapping[str, Any]) -> str:
     if dist.get_world_size() > 1:
         is_set_by_key = config.accumulates or keys.get("grad_cache")
         texts.append(_reduction(trainer, keys) if is_set_by_key else "reduced once per step")
+        if trainer.averages_each_pass:
+            texts.append("averaged after each backward pass for a callback")
     if keys.get("grad_cache"):
         texts.append("gradient caching")
     return ", ".join(texts)

@@ -333,7 +333,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             num_micro_batches=self._num_micro_batches,
             find_unused_parameters=self._ddp_wrapped_model.find_unused_parameters,
             several_passes=any(map(runs_backward, self._callbacks)),
-            average_each_pass=any(map(reads_gradients, self._callbacks)),
+            average_each_pass=self.averages_each_pass,
         )
         self._ddp_wrapped_model.call_before_destroy(synchronizer.remove_hooks)
         return synchronizer
@@ -407,7 +407,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self.session(), self._interruption:
             self._has_trained = True
             metrics = super().train()
-            self._raise_if_interrupted("after the last epoch")
+            self._raise_if_interrupted("after the last epoch", may_save=False)
             return metrics
 
     @overrides
@@ -717,20 +717,23 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             checkpointer.maybe_save_on_preemption(self, *self._progress.point)
         raise error
 
-    def _raise_if_interrupted(self, where: str) -> None:
+    def _raise_if_interrupted(self, where: str, may_save: bool = True) -> None:
         """
         Raises if any rank has received a signal. Every rank must call it where the host
         synchronizes anyway; after a step the ranks have agreed already.
         """
         signal_number = self._interruption.agree(self.cuda_device)
         if signal_number:
-            raise self._interrupted(signal_number, where)
+            raise self._interrupted(signal_number, where, may_save)
 
-    def _interrupted(self, signal_number: int, where: str) -> BaseException:
-        """Announces an interruption, and returns the exception to raise."""
+    def _interrupted(self, signal_number: int, where: str, may_save: bool = True) -> BaseException:
+        """
+        Announces an interruption, and returns the exception to raise. `may_save` is whether
+        `maybe_save_on_preemption` follows.
+        """
         point, checkpointer = self._progress.point, self._checkpointer
         is_saved = checkpointer is not None and checkpointer.is_saved(
-            point, is_preempted=signal_number == signal.SIGTERM
+            point, is_preempted=may_save and signal_number == signal.SIGTERM
         )
         if not (is_saved or self._progress.is_fast_forwarding):
             where += ", without saving a checkpoint"
@@ -1062,6 +1065,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @property
     def checkpointer(self) -> Optional[DeepSpeedCheckpointer]:
         return self._checkpointer
+
+    @property
+    def averages_each_pass(self) -> bool:
+        """Whether a callback reads gradients, which are then averaged after each backward pass."""
+        return any(map(reads_gradients, self._callbacks))
 
     @property
     def reduction_schedule(self) -> ReductionSchedule:

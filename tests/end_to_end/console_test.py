@@ -299,7 +299,7 @@ def test_on_a_terminal_there_is_a_bar(interrupted: Interrupted) -> None:
     # The other worker has fewer batches.
     drawn = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", interrupted.printed)
     assert re.search("Epoch 1 of 500 ━+ 7/7 ", drawn)
-    assert "\rValidation: 100%" in interrupted.printed and "loss: " not in interrupted.printed
+    assert "\rEvaluating: 100%" in interrupted.printed and "loss: " not in interrupted.printed
     # It never takes a second line.
     assert max(map(len, bars)) <= 100
     # No cursor is moved up, which two processes couldn't agree on, or left hidden.

@@ -210,7 +210,7 @@ def test_a_validation_is_labelled_and_its_metrics_on_rank_0_are_in_the_log_only(
         for _ in bar:
             bar.set_description(description_from_metrics({"loss": 1.5}), refresh=False)
     drawn = capsys.readouterr().err
-    assert "\rValidation: 100%" in drawn and "loss" not in drawn
+    assert "\rEvaluating: 100%" in drawn and "loss" not in drawn
     assert "loss: 1.5000 ||: 100%" in (tmp_path / "out.log").read_text()
 
 
