@@ -97,13 +97,15 @@ def adapt_for_offload(
     counterpart = find_counterpart(type(optimizer), optimizer.param_groups, config)
     if counterpart is None:
         return optimizer
+    settings = counterpart.settings
     groups = [
-        {"params": group["params"], **_selected(group, counterpart.settings)}
+        # With further keys of the user, which a schedule may read.
+        {k: v for k, v in group.items() if k in settings or k not in optimizer.defaults}
         for group in optimizer.param_groups
     ]
     offloaded = counterpart.optimizer(
         groups,
-        **_selected(optimizer.defaults, counterpart.settings),
+        **{name: optimizer.defaults[name] for name in settings},
         **counterpart.arguments,
     )
     logger.info(
@@ -167,10 +169,6 @@ def unsupported_settings(
             if group.get(name, value) != value:
                 return name, group[name]
     return None
-
-
-def _selected(settings: Dict[str, Any], names: Tuple[str, ...]) -> Dict[str, Any]:
-    return {name: value for name, value in settings.items() if name in names}
 
 
 def adapt_loaded_states(optimizer: torch.optim.Optimizer) -> None:

@@ -105,6 +105,15 @@ def test_with_offload_deepspeeds_optimizer_takes_the_place_of_allennlps(
     assert_steps_alike(weights_after_steps(parameters, optimizer), expected)
 
 
+def test_an_optimizer_that_takes_the_place_keeps_further_keys_of_groups():
+    params = {**ADAM, "parameter_groups": [[["bias"], {"lr_scale": 0.1}]]}
+    _, optimizer = offloaded(params)
+    assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
+    _, expected = construct(params)
+    assert [group.get("lr_scale") for group in optimizer.param_groups] == [0.1, None]
+    assert [group.get("lr_scale") for group in expected.param_groups] == [0.1, None]
+
+
 @pytest.mark.parametrize(
     "params, sections, reason",
     [
