@@ -522,7 +522,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         checkpoint = sharded_reader.ShardedCheckpoint(path)
         resharding.load(engine, checkpoint, record.frozen)
         if "moving_average" in trainer_state:
-            trainer_state["moving_average"] = resharding.read_moving_average(engine, checkpoint)
+            shadows = resharding.read_shadows(engine, checkpoint)
+            trainer_state["moving_average"]["shadows"] = shadows
 
     @property
     def _last_save(self) -> PointInTime:

@@ -5,7 +5,7 @@ the files that the other ranks wrote, as `torch.distributed.checkpoint` does. De
 """
 
 from functools import partial
-from typing import Any, Callable, Collection, Dict, Optional, Tuple
+from typing import Any, Callable, Collection, Dict, Tuple
 
 import torch
 
@@ -67,21 +67,17 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Colle
         engine.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
 
 
-def read_moving_average(
-    engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint
-) -> Optional[Dict[str, Any]]:
+def read_shadows(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint) -> Dict[str, torch.Tensor]:
     """
-    Returns this rank's state for `ShardedMovingAverage.load_state_dict`, or `None` if the training
-    of the checkpoint had no moving average. Not a collective.
+    Returns this rank's shard of the moving averages for `ShardedMovingAverage.load_state_dict`. The
+    checkpoint must have some. Not a collective.
     """
-    if not checkpoint.has_moving_average:
-        return None
     shadows = {}
     shards = Shards(engine)
     for i, master in enumerate(shards.masters):
         shadows[str(i)] = torch.zeros_like(master, requires_grad=False)
         _fill(shadows[str(i)], shards, i, checkpoint.moving_average)
-    return {"shadows": shadows}
+    return shadows
 
 
 def _fill(

@@ -7,13 +7,16 @@ from typing import Any, Callable, Dict, Iterator, Optional
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
-from allennlp.training.moving_average import MovingAverage
+from allennlp.training.moving_average import ExponentialMovingAverage, MovingAverage
 from overrides import overrides
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.shards import Fragment, Shards, full_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+
+# The state of a moving average for each parameter.
+_TENSORS = {"parameters", "shadows", "backups"}
 
 
 class ShardedMovingAverage(MovingAverage):
@@ -25,7 +28,7 @@ class ShardedMovingAverage(MovingAverage):
     # Parameters
 
     moving_average : `MovingAverage`, required.
-        Computes the average. Its parameters are replaced by the shards.
+        Computes the average. Its parameters are replaced by this rank's elements of them.
     engine : `DeepSpeedEngine`, required.
 
     # Raises
@@ -57,10 +60,8 @@ class ShardedMovingAverage(MovingAverage):
         # Called on every rank before the averages replace the weights.
         self.before_assigning: Callable[[], None] = lambda: None
         self._take_shadows(moving_average._shadows)
-        moving_average._parameters = self._parameters
-        moving_average._shadows = self._shadows
-        moving_average._backups = self._backups
         self._moving_average = moving_average
+        self._replace_parameters()
         self._error_when_assigned: Optional[BaseException] = None
 
     @classmethod
@@ -90,6 +91,37 @@ class ShardedMovingAverage(MovingAverage):
         sharded.before_assigning = before_assigning
         return sharded
 
+    def _replace_parameters(self) -> None:
+        tensors = [dict(self._parameters), self._shadows, self._backups]
+        if type(self._moving_average) is not ExponentialMovingAverage:
+            # It may choose by name. AllenNLP's own is faster with fewer and larger tensors.
+            tensors = [self._by_parameter(each) for each in tensors]
+        parts, self._parts_of_shadows, self._moving_average._backups = tensors
+        self._moving_average._parameters = list(parts.items())
+        self._moving_average._shadows = dict(self._parts_of_shadows)
+
+    def _by_parameter(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """
+        Returns views of this rank's elements of each parameter, by name: in the shape of the
+        parameter if these are all of them.
+
+        # Parameters
+
+        tensors : `Dict[str, torch.Tensor]`
+            Tensors of the layout of the shards, by the names of the shards.
+        """
+        shard_names = {shard: name for name, shard in self._parameters}
+        parts: Dict[str, torch.Tensor] = {}
+        for name, parameter in self._full_parameters:
+            if parameter in self._fragments:
+                fragment, shape = self._fragments[parameter], full_shape(parameter)
+                part = tensors[shard_names[fragment.master]]
+                if part.shape != shape:
+                    part = fragment.in_master(part.detach())
+                    part = part.view(shape) if fragment.size == shape.numel() else part
+                parts[name] = part
+        return parts
+
     def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
         """Continues the averages of an earlier training that aren't those of an engine."""
         names = {shard: name for name, shard in self._parameters}
@@ -108,20 +140,11 @@ class ShardedMovingAverage(MovingAverage):
         """
         if dist.get_world_size() > 1:
             return
-        names = {shard: name for name, shard in self._parameters}
-        shadows, backups = {}, {}
-        for name, parameter in self._full_parameters:
-            if parameter in self._fragments:
-                fragment = self._fragments[parameter]
-                shape = full_shape(parameter)
-                shard = names[fragment.master]
-                shadows[name] = fragment.in_master(self._shadows[shard]).view(shape)
-                backups[name] = fragment.in_master(self._backups[shard]).view(shape)
-        self._moving_average._parameters = [
-            (name, p) for name, p in self._full_parameters if name in shadows
-        ]
-        self._moving_average._shadows = shadows
-        self._moving_average._backups = backups
+        average = self._moving_average
+        self._collect_shadows()
+        average._parameters = [(n, p) for n, p in self._full_parameters if p in self._fragments]
+        average._shadows = self._by_parameter(self._shadows)
+        average._backups = self._by_parameter(self._backups)
 
     @overrides
     def apply(self, num_updates: Optional[int] = None) -> None:
@@ -165,10 +188,21 @@ class ShardedMovingAverage(MovingAverage):
 
     @overrides
     def state_dict(self) -> Dict[str, Any]:
-        """Returns this rank's shard of the averages."""
-        return {"shadows": self._shadows}
+        """Returns this rank's shard of the averages, and the further state of a subclass."""
+        self._collect_shadows()
+        state_dict = self._moving_average.state_dict()
+        further = {key: value for key, value in state_dict.items() if key not in _TENSORS}
+        return {**further, "shadows": self._shadows}
 
     @overrides
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         for name, shadow in state_dict["shadows"].items():
             self._shadows[name].copy_(shadow)
+        tensors = {key: getattr(self._moving_average, f"_{key}") for key in _TENSORS}
+        tensors["shadows"] = dict(self._parts_of_shadows)
+        self._moving_average.load_state_dict({**state_dict, **tensors})
+
+    def _collect_shadows(self) -> None:
+        """Copies averages that the moving average has replaced and not changed in place."""
+        for name, part in self._parts_of_shadows.items():
+            part.copy_(self._moving_average._shadows[name])

@@ -3,7 +3,7 @@
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Type
+from typing import Any, Dict, List, Optional, Tuple, Type
 
 import pytest
 import torch
@@ -12,16 +12,18 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
+from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import DenseSparseAdam, HuggingfaceAdamWOptimizer, Optimizer
 from deepspeed.ops.lion import FusedLion
 from torch import nn
 
+from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.engine.optimizer_check import ELEMENTWISE, is_elementwise
 from allennlp_deepspeed.engine.optimizers import LionOptimizer
 from allennlp_deepspeed.launch import preflight
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import assert_same_weights, load_config
-from tests.support.side_by_side import Side, trained
+from tests.support.side_by_side import Side, state_arrays, trained
 from tests.support.workers import run_workers
 
 NOT_HERE = (FusedLion,)  # needs a GPU
@@ -195,3 +197,56 @@ def test_any_is_exact_where_it_steps_whole_weights(optimizer: Any, stage: int, c
 def test_adafactor_in_python_is_refused() -> None:
     side = Side(Layers, batches, 2, optimizer=transformers.optimization.Adafactor)
     assert "The optimizer is Adafactor, which isn't element-wise" in side.refusal()
+
+
+class ByName(MovingAverage):
+    """A user's, with a state of its own, and another average of biases."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.count = 0
+
+    def apply(self, num_updates: Optional[int] = None) -> None:
+        self.count += 1
+        for name, parameter in self._parameters:
+            if name.endswith("bias"):
+                self._shadows[name].lerp_(parameter.data, 1 / self.count)
+            else:
+                self._shadows[name] = self._shadows[name].lerp(parameter.data, 0.5)
+
+    def state_dict(self) -> Dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.count = state_dict["count"]
+
+
+def averages(trainer: Any) -> Dict[str, Any]:
+    trainer.train()
+    trainer._moving_average.assign_average_value()
+    return state_arrays(trainer)
+
+
+@pytest.mark.parametrize("stage, world_sizes", [(0, (1, 1)), (2, (2, 2)), (2, (2, 1)), (3, (1, 2))])
+def test_a_moving_average_by_name_continues_when_resumed(
+    stage: int, world_sizes: Tuple[int, int], tmp_path: Path
+) -> None:
+    def side(stage: Optional[int], world_size: int, **arguments: Any) -> Side:
+        return Side(
+            Layers,
+            lambda rank: batches(0),
+            stage,
+            world_size,
+            moving_average=lambda model: ByName(model.named_parameters()),
+            **arguments,
+        )
+
+    expected = side(None, 1).on_all_ranks(averages)[0]
+    for num_epochs, world_size in enumerate(world_sizes, start=1):
+        checkpointer = DeepSpeedCheckpointer(tmp_path)
+        resumed = side(stage, world_size, num_epochs=num_epochs, checkpointer=checkpointer)
+        actual = resumed.on_all_ranks(averages, tmp_path)[0]
+    assert_same_weights(
+        *({n: torch.tensor(array) for n, array in each.items()} for each in (actual, expected))
+    )
