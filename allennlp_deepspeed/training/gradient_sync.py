@@ -152,6 +152,11 @@ class GradientSynchronizer:
         while self._hooks:
             self._hooks.pop().remove()
 
+    def move_hooks_last(self) -> None:
+        """Moves the hooks after those that callbacks have added, which may change gradients."""
+        self.remove_hooks()
+        self._add_hooks()
+
     def finish_step(self) -> None:
         """
         Decides after the first step whether all steps wait for all gradients, and on the schedule.

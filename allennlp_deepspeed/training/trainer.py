@@ -481,6 +481,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         logger.info("Epoch %d of %d", epoch + 1, self._num_epochs)
         callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
+        self._gradient_synchronizer.move_hooks_last()
         self._step_metrics.start_epoch()
         self._distributed_metrics.collect()
         # Callbacks may have been added, on some ranks only.

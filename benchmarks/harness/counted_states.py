@@ -67,11 +67,6 @@ class CountModelStates(TrainerCallback):
     @overrides
     def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
         super().on_start(trainer, is_primary, **kwargs)
-        for parameter in trainer.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _: self._count_into(self._in_backward)
-                )
         step = DeepSpeedEngine.step
 
         def counted_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
@@ -109,6 +104,12 @@ class CountModelStates(TrainerCallback):
             path = Path(self.serialization_dir) / f"counted_states_{dist.get_rank()}.json"
             path.write_text(json.dumps(states._asdict()))
         self._is_counting = is_training and batch_number == _STEPS_BEFORE
+        if self._is_counting:
+            # Only now, so that they run after those by which the trainer reduces gradients.
+            for parameter in filter(lambda p: p.requires_grad, trainer.model.parameters()):
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _: self._count_into(self._in_backward)
+                )
 
     def _count_into(self, counts: List[int]) -> None:
         if not self._is_counting:

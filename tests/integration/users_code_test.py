@@ -210,6 +210,33 @@ def test_the_model_state_is_not_read_from_the_checkpoint_state(
     expect_message(refused(arguments(tmp_path, callbacks=[WithTrainer(save)]).train))
 
 
+class ChangeGradients(TrainerCallback):
+    def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
+        for parameter in trainer.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._change)
+
+    def _change(self, parameter: torch.nn.Parameter) -> None:
+        parameter.grad = (parameter.grad * 0.5).clamp(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("stage, world_size", [(1, 2), (2, 2), (3, 1), (3, 2)])
+def test_hooks_of_callbacks_change_gradients_before_they_are_reduced(
+    stage: int, world_size: int
+) -> None:
+    expected, actual = (
+        Side(
+            Plain,
+            batches,
+            each,
+            world_size,
+            zero={"reduce_bucket_size": 5},
+            callbacks=lambda: [ChangeGradients("")],
+        ).train()
+        for each in (None, stage)
+    )
+    assert_same_weights(actual, expected)
+
+
 class ReadingCallback(TrainerCallback):
     def on_batch(self, trainer, batch_inputs, batch_outputs, batch_metrics, *args, **kwargs):
         self.loss = batch_metrics["loss"]
