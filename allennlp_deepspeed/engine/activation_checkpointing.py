@@ -10,7 +10,7 @@ import logging
 import re
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -34,6 +34,9 @@ from allennlp_deepspeed.engine.random_states import (
 logger = logging.getLogger(__name__)
 
 _TRAINER_KEY = "trainer.activation_checkpointing"
+
+# The values of attributes or buffers, by name, with the dictionary that has them.
+_State = List[Tuple[Dict[str, Any], Dict[str, Any]]]
 
 
 @CheckpointWrapper.register("deepspeed")
@@ -261,13 +264,14 @@ def _recomputed_forward(
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     autocast = current_autocast()
     outputs: List[Any] = []
+    state = _copy_state(module)
 
     def run(*tensors: torch.Tensor) -> tuple:
         rest = (iter(others), iter(tensors))
         args, kwargs = tree_unflatten([next(rest[which]) for which in is_tensor], structure)
         with autocast():
             if outputs:  # when recomputed
-                with _copied_buffers(module), _defer_release(module):
+                with _in_state(state), _defer_release(module):
                     forward(*args, **kwargs)
             else:
                 outputs.append(forward(*args, **kwargs))
@@ -298,21 +302,35 @@ def current_autocast() -> Callable[[], torch.autocast]:
     )
 
 
+def _copy_state(module: torch.nn.Module) -> _State:
+    """Returns copies of the module's buffers and numbers, with the dictionaries that have them."""
+    state: _State = []
+    for inner in module.modules():
+        buffers = {n: None if b is None else b.clone() for n, b in inner._buffers.items()}
+        numbers = {
+            name: value
+            for name, value in vars(inner).items()
+            # DeepSpeed counts gradients in attributes of this prefix in both passes.
+            if isinstance(value, (int, float)) and not name.startswith("ds_")
+        }
+        state += [(inner._buffers, buffers), (vars(inner), numbers)]
+    return state
+
+
 @contextmanager
-def _copied_buffers(module: torch.nn.Module) -> Iterator[None]:
+def _in_state(state: _State) -> Iterator[None]:
     """
-    Context manager in which the module's buffers are copies, so that batch statistics aren't
-    counted twice.
+    Context manager in which a module has the state that it had before its forward pass. At exit it
+    has its later one, so that batch statistics aren't counted twice.
     """
-    owners = [(inner, dict(inner._buffers)) for inner in module.modules() if inner._buffers]
-    for owner, buffers in owners:
-        for name, buffer in buffers.items():
-            owner._buffers[name] = None if buffer is None else buffer.clone()
+    later = [(owner, {n: owner[n] for n in values if n in owner}) for owner, values in state]
+    for owner, values in state:
+        owner.update(values)
     try:
         yield
     finally:
-        for owner, buffers in owners:
-            owner._buffers.update(buffers)
+        for owner, values in later:
+            owner.update(values)
 
 
 @contextmanager

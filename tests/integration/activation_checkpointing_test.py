@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from allennlp.modules.transformer.t5 import T5EncoderStack
 from allennlp.nn.checkpoint import CheckpointWrapper
 from allennlp.training.metrics import CategoricalAccuracy
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from allennlp_deepspeed.engine.activation_checkpointing import checkpoint_modules
@@ -55,7 +56,7 @@ class Peculiar(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(DIM))
         self.linear = nn.Linear(DIM, DIM)
-        self.num_calls = 0
+        self.calls: List[bool] = []
 
     def forward(
         self,
@@ -67,7 +68,7 @@ class Peculiar(nn.Module):
         mask: Mask,
     ) -> Tuple[States, Dict[str, Any]]:
         assert nothing is None and mask.name == "mask"
-        self.num_calls += 1
+        self.calls.append(self.training)
         first, second = bias["both"]
         assert second is None
         values = self.linear(states.values * self.scale**power + first) * mask.values
@@ -152,13 +153,77 @@ def test_weights_and_statistics_are_those_without_checkpointing(
 
 def test_only_training_computes_twice(tmp_path: Path):
     model = trained(tmp_path, 2, activation_checkpointing=["layers"])
-    assert [layer.num_calls for layer in model.layers] == [2 * 2 * 6] * 2
+    assert [len(layer.calls) for layer in model.layers] == [2 * 2 * 6] * 2
 
 
 def test_activations_are_not_moved_from_the_cpu_to_the_cpu(tmp_path: Path):
     config = {"activation_checkpointing": {"cpu_checkpointing": True}}
     with pytest.raises(ConfigurationError, match="cpu_checkpointing' is true.*remove the key"):
         trained(tmp_path, 2, deepspeed_config=config, activation_checkpointing=["layers"])
+
+
+class RunningScale(nn.Module):
+    """Reads a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.linear(values) * self.scale.clone()
+        self.scale.data.mul_(0.5).add_(values.detach().abs().mean())
+        return values.tanh()
+
+
+class Annealed(nn.Module):
+    """Reads a number that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.num_steps = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        return (self.linear(values) / self.num_steps).tanh()
+
+
+class OfPower(nn.Module):
+    """Its weight has buffers that each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = spectral_norm(nn.Linear(DIM, DIM))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.linear(values).tanh()
+
+
+class AroundPart(Model):
+    def __init__(self, part: Type[nn.Module]) -> None:
+        super().__init__(Vocabulary())
+        self.part = part()
+        self.out = nn.Linear(DIM, 2)
+
+    def forward(self, values: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        # Called twice before the backward pass.
+        return {"loss": (self.out(self.part(self.part(values))) - 1).pow(2).mean()}
+
+
+@pytest.mark.parametrize(
+    "part, stage", [(RunningScale, 0), (RunningScale, 3), (Annealed, 3), (OfPower, 2)]
+)
+def test_what_reads_state_that_it_changes_computes_the_same_a_second_time(
+    part: Type[nn.Module], stage: int
+):
+    generator = torch.Generator().manual_seed(1)
+    batches = [{"values": torch.rand(3, DIM, generator=generator)} for _ in range(4)]
+    expected, actual = (
+        Side(partial(AroundPart, part), lambda rank: batches, each, **arguments).train()
+        for each, arguments in ((None, {}), (stage, {"activation_checkpointing": ["^part$"]}))
+    )
+    assert_same_weights(actual, expected)
 
 
 class Deep(Model):
