@@ -96,6 +96,16 @@ class GradientReducer:
             return self._has_own_buffers
         return any(parameter.dtype != self.accumulation_dtype for parameter in self.parameters)
 
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Clears the gradients that have not been reduced, as `zero_grad` of a plain optimizer."""
+        if self._has_own_buffers:
+            self._optimizer.clear_hp_grads()
+        for parameter in self.parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
     def start_step(self) -> None:
         if self._stage == 3:
             self._clear_previous_gradients()
@@ -225,6 +235,10 @@ class GradientAccumulator:
             self._sums[parameter].add_(gradient)
         else:
             self._sums[parameter] = gradient.to(self._dtype)
+
+    def clear(self) -> None:
+        """Forgets the sums."""
+        self._sums.clear()
 
     def move_to_gradients(self) -> None:
         """Sets each parameter's gradient to its sum, rounded once."""

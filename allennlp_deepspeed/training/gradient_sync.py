@@ -130,6 +130,8 @@ class GradientSynchronizer:
         self._has_gradients = False
         # Whether gradients are accumulated locally.
         self._has_deferred = False
+        # Whether an earlier micro-batch of the step has reduced gradients.
+        self._has_reduced = False
         self._hooks: List[RemovableHandle] = []
         self._add_hooks()
 
@@ -235,6 +237,26 @@ class GradientSynchronizer:
             self._is_in_no_sync = was_in_no_sync
             self._prepare_pass()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        Clears the gradients of the step so far. It replaces `zero_grad` of an optimizer that has
+        other tensors than the model.
+
+        # Raises
+
+        `RuntimeError`
+            If earlier micro-batches have reduced gradients.
+        """
+        if self._has_reduced:
+            raise RuntimeError(
+                "`optimizer.zero_grad()` can't clear the gradients of earlier micro-batches of the "
+                'step, because they have been reduced. Write "gradient_synchronization": "step" in '
+                "'trainer', or remove `reads_gradients = False` from the callback's class."
+            )
+        if self._accumulators is not None:
+            self._accumulators.clear()
+        self._reducer.clear_gradients(set_to_none)
+
     def used_parameters_checksum(self) -> int:
         """
         Returns a checksum of the gradients that have been reduced since the last call, and of their
@@ -289,6 +311,7 @@ class GradientSynchronizer:
                 self._reducer.set_zero_gradient(parameter)
             self._reducer.reduce(i)
         self._reducer.finish(self._is_last)
+        self._has_reduced = not self._is_last
 
     def _refuse_step_without_gradient(self) -> None:
         """

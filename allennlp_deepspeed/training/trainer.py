@@ -336,6 +336,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             average_each_pass=self.averages_each_pass,
         )
         self._ddp_wrapped_model.call_before_destroy(synchronizer.remove_hooks)
+        if self.engine.optimizer is not self.optimizer:
+            zero_grad = mock.patch.object(self.optimizer, "zero_grad", synchronizer.zero_grad)
+            zero_grad.start()
+            self._ddp_wrapped_model.call_before_destroy(zero_grad.stop)
         return synchronizer
 
     @property

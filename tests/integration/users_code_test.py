@@ -130,6 +130,92 @@ def test_an_epoch_around_that_of_the_trainer_is_trained(stage: int) -> None:
     assert_same_weights(side.train(), doubled.train())
 
 
+class TwoLosses(Plain):
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        states = self.layer(x)
+        return {"loss": (states - 1).square().mean(), "other": states.exp().mean()}
+
+
+class Surgery(TrainerCallback):
+    """Goes backward from two losses, and removes the conflict of their gradients."""
+
+    def on_backward(self, trainer: Any, batch_outputs: Any, *args: Any, **kwargs: Any) -> bool:
+        parameters = list(trainer.model.parameters())
+        batch_outputs["other"].backward(retain_graph=True)
+        others = [parameter.grad.clone() for parameter in parameters]
+        trainer.optimizer.zero_grad()
+        batch_outputs["loss"].backward()
+        for parameter, other in zip(parameters, others):
+            product = (parameter.grad * other).sum()
+            parameter.grad -= product.clamp(max=0) / other.square().sum() * other
+        return True
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    "stage, deepspeed_config, tolerance",
+    [(1, {}, 1e-5), (2, {}, 1e-5), (0, BF16, 0.02)],
+)
+def test_a_callback_clears_gradients_between_two_backward_passes(
+    stage: int, deepspeed_config: Dict[str, Any], tolerance: float
+) -> None:
+    common: Any = {
+        "callbacks": lambda: [Surgery("")],
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "num_gradient_accumulation_steps": 2,
+    }
+    expected = Side(TwoLosses, batches, **common).train()
+    side = Side(TwoLosses, batches, stage, deepspeed_config=deepspeed_config, **common)
+    assert_same_weights(side.train(), expected, tolerance=tolerance)
+
+
+class OnlyTheLast(TrainerCallback):
+    """Drops the gradients of all micro-batches except the last."""
+
+    reads_gradients = False
+
+    def on_backward(self, trainer: Any, *args: Any, **kwargs: Any) -> bool:
+        trainer.optimizer.zero_grad()
+        return False
+
+
+IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("deepspeed_config, tolerance", [({}, 1e-5), (IN_FP32, 0.02)])
+def test_a_callback_clears_the_gradients_of_earlier_micro_batches(
+    stage: int, deepspeed_config: Dict[str, Any], tolerance: float
+) -> None:
+    common: Any = {"callbacks": lambda: [OnlyTheLast("")], "num_gradient_accumulation_steps": 2}
+    side = Side(
+        Plain,
+        batches,
+        stage,
+        deepspeed_config=deepspeed_config,
+        gradient_synchronization="step",
+        **common,
+    )
+    assert_same_weights(side.train(), Side(Plain, batches, **common).train(), tolerance=tolerance)
+
+
+def test_gradients_that_have_been_reduced_are_not_cleared(
+    expect_message: Callable[[str], None],
+) -> None:
+    side = Side(
+        Plain,
+        batches,
+        2,
+        callbacks=lambda: [OnlyTheLast("")],
+        num_gradient_accumulation_steps=2,
+        gradient_synchronization="micro_batch",
+    )
+    (message,) = side.on_all_ranks(_error)
+    expect_message(message)
+
+
 class WithTrainer(TrainerCallback):
     """Does something with the trainer when the second step has been made."""
 
