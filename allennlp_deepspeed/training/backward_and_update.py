@@ -33,6 +33,8 @@ class GradientStep:
         Runs forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
+    record_losses : `Callable[[Dict[str, torch.Tensor]], None]`, required.
+        Called with the outputs of each micro-batch, before callbacks may change them.
     weight_change_detector : `WeightChangeDetector`, required.
     run_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, optional (default = `None`)
         Lets callbacks run backward from the outputs of a micro-batch. Returns whether one has.
@@ -49,6 +51,7 @@ class GradientStep:
         gradient_synchronizer: GradientSynchronizer,
         train_on: Callable[[TensorDict, int, bool], Optional[Outputs]],
         forward: Callable[[TensorDict], Outputs],
+        record_losses: Callable[[Outputs], None],
         weight_change_detector: WeightChangeDetector,
         run_backward: Optional[Callable[[Outputs], bool]] = None,
         loss_weights: Optional[LossWeights] = None,
@@ -72,6 +75,7 @@ class GradientStep:
         self._loss_weights = loss_weights
         self._weights: List[torch.Tensor] = []
         self._forward = forward
+        self._record_losses = record_losses
         self._run_backward = run_backward
         self._weight_change_detector = weight_change_detector
         self._requires_grad_detector = RequiresGradDetector(self._engine)
@@ -135,6 +139,7 @@ class GradientStep:
         self._num_micro_batches += 1
         outputs = self._train_on(batch, self.num_accumulation_steps, is_last)
         if outputs is not None:
+            self._record_losses(outputs)
             return outputs
         with self._gradient_synchronizer.micro_batch(is_last), self._prefetch_traces.use("train"):
             with phase(FORWARD):
@@ -143,8 +148,10 @@ class GradientStep:
                 weight = self._weights[self._num_micro_batches - 1]
                 outputs["loss"] = self._loss_weights.apply(outputs["loss"], weight)
             with phase(BACKWARD):
+                # Before callbacks, which may assign another loss without running backward.
+                loss = outputs["loss"] / self.num_accumulation_steps
+                self._record_losses(outputs)
                 if self._run_backward is None or not self._run_backward(outputs):
-                    loss = outputs["loss"] / self.num_accumulation_steps
                     try:
                         self._engine.backward(loss, scale_wrt_gas=False)
                     except Exception:

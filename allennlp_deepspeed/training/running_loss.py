@@ -66,7 +66,8 @@ class RunningLoss:
         """Adds the losses of one micro-batch of the step."""
         losses, reg_losses, _ = self._unread[-1]
         # Copies, because the model and callbacks may change the tensors.
-        losses.append(batch_outputs["loss"].detach().clone())
+        # A number, without a gradient, is refused by backward.
+        losses.append(torch.as_tensor(batch_outputs["loss"]).detach().clone())
         if "reg_loss" in batch_outputs:
             reg_losses.append(batch_outputs["reg_loss"].detach().clone())
         self._num_unread += 1

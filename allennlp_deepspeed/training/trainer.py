@@ -374,6 +374,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gradient_synchronizer,
             self._extensions.train_on,
             forward=self._run_forward,
+            record_losses=self._step_metrics.losses.add,
             weight_change_detector=self._weight_change_detector,
             run_backward=self._call_on_backward if calls_callbacks else None,
             loss_weights=loss_weights,
@@ -532,7 +533,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             for i, batch in enumerate(batches, start=1):
                 is_last = i == len(batches)
                 outputs.append(self._gradient_step.micro_batch(batch, is_last))
-                self._step_metrics.losses.add(outputs[-1])
 
         num_steps = self._progress.total_batches_completed + 1
         for schedule in (self._learning_rate_scheduler, self._momentum_scheduler):

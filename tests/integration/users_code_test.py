@@ -17,7 +17,7 @@ from allennlp.training.util import get_metrics
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batches, Side
+from tests.support.side_by_side import Batches, Side, state_arrays
 
 
 class Net(Model):
@@ -214,6 +214,30 @@ def test_gradients_that_have_been_reduced_are_not_cleared(
     )
     (message,) = side.on_all_ranks(_error)
     expect_message(message)
+
+
+class Shrink(TrainerCallback):
+    """Changes the loss, from which backward has been prepared."""
+
+    def on_backward(self, trainer: Any, batch_outputs: Any, *args: Any, **kwargs: Any) -> bool:
+        batch_outputs["loss"] *= 0.1
+        return False
+
+
+def _loss_and_weights(trainer: Any) -> Any:
+    loss = trainer.train()["training_loss"]
+    return loss, state_arrays(trainer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_that_a_callback_assigns_has_no_effect(stage: int) -> None:
+    sides = [Side(Plain, batches, each, callbacks=lambda: [Shrink("")]) for each in (None, stage)]
+    (expected, expected_weights), (loss, weights) = (
+        side.on_all_ranks(_loss_and_weights)[0] for side in sides
+    )
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, array in expected_weights.items():
+        assert weights[name] == pytest.approx(array, rel=1e-4), name
 
 
 class WithTrainer(TrainerCallback):
