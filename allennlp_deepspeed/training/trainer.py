@@ -808,12 +808,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 "directory."
             )
         num_epochs = state.trainer_state.get("num_epochs", self._num_epochs)
-        for name, part in parts.items():
-            if name in state.trainer_state:
-                length = _length(part) if num_epochs != self._num_epochs else {}
-                part.load_state_dict(state.trainer_state[name])
-                for attribute, value in length.items():
-                    setattr(part, attribute, value)
+        with _keep_group_values(self.optimizer):
+            for name, part in parts.items():
+                if name in state.trainer_state:
+                    length = _length(part) if num_epochs != self._num_epochs else {}
+                    part.load_state_dict(state.trainer_state[name])
+                    for attribute, value in length.items():
+                        setattr(part, attribute, value)
         if self.best_weights.exist:
             self._best_model_filename = self.best_weights.path
         start = self._progress.resume_point
@@ -1166,6 +1167,20 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         arguments = {**locals(), **kwargs}
         del arguments["cls"], arguments["kwargs"]
         return cls(**arguments)
+
+
+@contextmanager
+def _keep_group_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """
+    Context manager that restores the learning rates, momenta and other values of parameter groups.
+    When AllenNLP's "combined" is loaded, it constructs its current scheduler, which sets the
+    learning rates of its first epoch.
+    """
+    groups = optimizer.param_groups
+    values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    yield
+    for group, value in zip(groups, values):
+        group.update(value)
 
 
 def _length(part: Stateful) -> Dict[str, Any]:

@@ -94,3 +94,20 @@ def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path) -> None:
     continued, _ = train(trainer, tmp_path / "b", num_epochs=4)
     assert len(begun) + len(continued) == len(expected)
     assert continued == expected[len(begun) :]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_phase_that_is_resumed_has_its_learning_rates(tmp_path: Path, stage: int) -> None:
+    warmup = {"type": "constant_with_warmup", "num_warmup_steps": 2}
+    schedulers = [[1, {"type": "step", "step_size": 1}], [3, warmup]]
+    trainer = {
+        "type": "deepspeed",
+        "checkpointer": {"type": "deepspeed"},
+        "deepspeed_config": {"zero_optimization": {"stage": stage}},
+        "learning_rate_scheduler": {"type": "combined", "schedulers": schedulers},
+    }
+    expected, expected_weights = train(trainer, tmp_path / "a", num_epochs=4)
+    begun, _ = train(trainer, tmp_path / "b", num_epochs=2)
+    continued, weights = train(trainer, tmp_path / "b", num_epochs=4)
+    assert continued == expected[len(begun) :]
+    assert_same_weights(weights, expected_weights)
