@@ -183,9 +183,11 @@ def _prepare(model: Model, arguments: Arguments) -> None:
 def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: Any) -> Arguments:
     directory = {"serialization_dir": arguments["serialization_dir"]}
     callbacks = arguments["callbacks"] or []
+    # The optimizer may have frozen some.
+    trainable = [[name, p] for name, p in parameters if p.requires_grad]
     with access_allowed():
         # It copies each parameter's elements, which shards replace in the trainer.
-        moving_average = _construct_part(arguments["moving_average"], parameters=parameters)
+        moving_average = _construct_part(arguments["moving_average"], parameters=trainable)
     return {
         "momentum_scheduler": _construct_part(arguments["momentum_scheduler"], optimizer=optimizer),
         "moving_average": moving_average,

@@ -182,6 +182,24 @@ def test_gradual_unfreezing_by_an_object_is_refused(
     expect_message(str(error.value))
 
 
+def test_a_moving_average_has_no_weights_that_the_optimizer_freezes(tmp_path: Path):
+    tasks = []
+    for kind in (GradientDescentTrainer, DeepSpeedTrainer):
+        task = Task()
+        frozen = [[["text_field_embedder"], {"requires_grad": False}]]
+        optimizer: Any = Lazy(Optimizer, Params({**ADAM, "parameter_groups": frozen}))
+        average: Any = Lazy(MovingAverage, Params({"type": "exponential", "decay": 0.5}))
+        if kind is GradientDescentTrainer:
+            parameters = [[name, p] for name, p in task.model.named_parameters()]
+            optimizer = optimizer.construct(model_parameters=parameters)
+            average = average.construct(parameters=parameters)
+        arguments = {**task.arguments(tmp_path / kind.__name__), "optimizer": optimizer}
+        kind(**arguments, moving_average=average).train()
+        tasks.append(task)
+    expected, actual = (task.model.state_dict() for task in tasks)
+    assert_same_weights(actual, expected)
+
+
 def test_without_an_optimizer_it_is_allennlps_default(tmp_path: Path):
     expected = trained(from_config(Task(), tmp_path / "config"))
     task = Task()
