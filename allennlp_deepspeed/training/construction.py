@@ -128,6 +128,7 @@ def construct(
     )
     # An optimizer that is given as an object updates the weights itself, on any device.
     steps_with = given or offloaded_optimizers.adapt_for_offload(optimizer, config)
+    _check_empty_groups(given, arguments)
     empty_groups = _empty_groups(steps_with)
     wrapped_model = wrap_model(
         model,
@@ -308,6 +309,18 @@ def check_checkpointer(checkpointer: Any) -> None:
             "The 'deepspeed' trainer needs a DeepSpeedCheckpointer, not a "
             f'{type(checkpointer).__name__}: write "checkpointer": {{"type": "deepspeed", ...}}.'
         )
+
+
+def _check_empty_groups(optimizer: Optional[torch.optim.Optimizer], arguments: Arguments) -> None:
+    """Checks that the groups that DeepSpeed removes aren't before others that a schedule counts."""
+    is_empty = [not group["params"] for group in optimizer.param_groups] if optimizer else []
+    for name in ("learning_rate_scheduler", "momentum_scheduler"):
+        if isinstance(arguments[name], Scheduler) and is_empty != sorted(is_empty):
+            raise ConfigurationError(
+                f"Parameter group {is_empty.index(True)} of the optimizer is empty. DeepSpeed "
+                f"removes it, so '{name}' would set the values of other groups. Remove it before "
+                "you construct the scheduler, or put it last."
+            )
 
 
 def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, Any]]:

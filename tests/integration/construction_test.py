@@ -200,6 +200,20 @@ def test_a_moving_average_has_no_weights_that_the_optimizer_freezes(tmp_path: Pa
     assert_same_weights(actual, expected)
 
 
+def test_a_schedule_by_an_object_that_counts_an_empty_group_is_refused(
+    tmp_path: Path, expect_message: Callable[[str], None]
+):
+    task = Task()
+    first, *others = task.model.parameters()
+    groups: Any = [{"params": [first]}, {"params": []}, {"params": others, "lr": 0.01}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    schedule = PolynomialDecay(optimizer, num_epochs=3, num_steps_per_epoch=4)
+    arguments = {**task.arguments(tmp_path), "optimizer": optimizer}
+    with pytest.raises(ConfigurationError) as error:
+        DeepSpeedTrainer(**arguments, learning_rate_scheduler=schedule)
+    expect_message(str(error.value))
+
+
 def test_without_an_optimizer_it_is_allennlps_default(tmp_path: Path):
     expected = trained(from_config(Task(), tmp_path / "config"))
     task = Task()
