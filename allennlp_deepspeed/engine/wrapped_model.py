@@ -205,6 +205,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             config=config.engine_config,
         )
         before.find_added()
+        _switch_modes(self.engine, is_alone)
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         enter(deepspeed_logging.log_reports(self.engine))
         activation_checkpointing.configure(model, config.engine_config, device)
@@ -484,6 +485,27 @@ def _check_autocast(config: ResolvedConfig) -> None:
 def _autocast_of(config: ResolvedConfig) -> Any:
     is_on = config.precision == "torch_autocast"
     return config.engine_config["torch_autocast"] if is_on else None
+
+
+def _switch_modes(engine: DeepSpeedEngine, is_alone: bool) -> None:
+    """
+    Makes `train` and `eval` of an engine set its own `training` too. In a single process the
+    model's `eval` is called, as by AllenNLP, and not only its `train`.
+    """
+
+    def train(mode: bool = True) -> None:
+        engine.module.train(mode)
+        engine.training = mode
+
+    def evaluate() -> None:
+        if is_alone:
+            engine.module.eval()
+        else:
+            engine.module.train(False)
+        engine.training = False
+
+    engine.train = train  # type: ignore[method-assign]
+    engine.eval = evaluate  # type: ignore[method-assign]
 
 
 def _refuse_group(*_: Any, **__: Any) -> None:

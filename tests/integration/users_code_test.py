@@ -240,6 +240,46 @@ def test_a_loss_that_a_callback_assigns_has_no_effect(stage: int) -> None:
         assert weights[name] == pytest.approx(array, rel=1e-4), name
 
 
+class WithEval(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_evals = 0
+
+    def eval(self) -> "WithEval":
+        self.num_evals += 1
+        return super().eval()
+
+
+class Modes(TrainerCallback):
+    def __init__(self) -> None:
+        super().__init__("")
+        self.seen: Any = set()
+
+    def on_batch(self, trainer: Any, *args: Any, is_training: bool, **kwargs: Any) -> None:
+        model = trainer._pytorch_model
+        self.seen.add((is_training, model.training, trainer.model.training))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_is_switched_to_evaluation_as_by_gradient_descent(world_size: int) -> None:
+    def modes(trainer: Any) -> Any:
+        trainer.train()
+        return trainer.model.num_evals, trainer._callbacks[0].seen
+
+    expected, actual = (
+        Side(
+            WithEval,
+            batches,
+            stage,
+            world_size,
+            callbacks=lambda: [Modes()],
+            validation_data_loader=Batches(batches(1)),
+        ).on_all_ranks(modes)
+        for stage in (None, 2)
+    )
+    assert actual == expected
+
+
 class WithTrainer(TrainerCallback):
     """Does something with the trainer when the second step has been made."""
 
