@@ -1,5 +1,6 @@
 """
-Saves and loads state of a model that isn't in its `state_dict`: accumulated metrics and counters.
+Saves and loads state of a model that isn't in its `state_dict`: accumulated metrics, counters and
+non-persistent buffers.
 """
 
 import copy
@@ -29,11 +30,11 @@ State = Dict[str, Any]
 
 def module_states(model: torch.nn.Module) -> Dict[str, State]:
     """
-    Returns the numbers and tensors in the attributes of each module, and the full state of its
-    metrics, including tensors and metrics in lists, tuples and dictionaries, and the
-    `summed_attributes` of other objects in metrics. Other attributes are assumed to be constant: a
-    model that changes one during training has to declare it with PyTorch's `get_extra_state` and
-    `set_extra_state`.
+    Returns the numbers, sets of these, and tensors in the attributes and non-persistent buffers of
+    each module, and the full state of its metrics, including tensors and metrics in lists, tuples
+    and dictionaries, and the `summed_attributes` of other objects in metrics. Other attributes are
+    assumed to be constant: a model that changes one during training has to declare it with
+    PyTorch's `get_extra_state` and `set_extra_state`.
 
     # Returns
 
@@ -49,6 +50,7 @@ def module_states(model: torch.nn.Module) -> Dict[str, State]:
             and not key.startswith(_DEEPSPEED_PREFIXES)
             and (encoded := _encode(value, within_metric=False)) is not None
         }
+        state.update(_encode_buffers(module))
         if state:
             states[name] = state
     return states
@@ -108,7 +110,8 @@ def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None
 def _encode(value: Any, within_metric: bool) -> Optional[State]:
     """
     Encodes a value as plain data with a tag, or returns `None` if the value isn't saved. Outside of
-    metrics, a container is saved only for the metrics in it, or if it contains nothing but tensors.
+    metrics, another container than a set is saved only for the metrics in it, or if it contains
+    nothing but tensors.
     """
     if isinstance(value, torch.Tensor):
         is_state = not isinstance(value, torch.nn.Parameter) and value.grad_fn is None
@@ -119,7 +122,7 @@ def _encode(value: Any, within_metric: bool) -> Optional[State]:
     if isinstance(value, Metric):
         attributes = {k: _encode(v, within_metric=True) for k, v in vars(value).items()}
         return {"metric": {k: v for k, v in attributes.items() if v is not None}}
-    if isinstance(value, set) and within_metric:
+    if isinstance(value, set):
         return {"set": set(value)} if all(map(_is_plain, value)) else None
     if type(value) in (list, tuple, deque):
         return _encode_items(type(value).__name__, dict(enumerate(value)), within_metric)
@@ -128,6 +131,15 @@ def _encode(value: Any, within_metric: bool) -> Optional[State]:
     if within_metric and hasattr(value, "__dict__"):
         return _encode_counts(value)
     return None
+
+
+def _encode_buffers(module: torch.nn.Module) -> State:
+    buffers = {
+        name: _encode(buffer if buffer is None else buffer.detach(), within_metric=False)
+        for name, buffer in module._buffers.items()
+        if name in module._non_persistent_buffers_set
+    }
+    return {name: {"buffer": {0: encoded}} for name, encoded in buffers.items()}
 
 
 def _encode_counts(value: Any) -> Optional[State]:
@@ -197,7 +209,11 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 def _load_attributes(owner: Any, state: State) -> None:
     for name, encoded in state.items():
-        setattr(owner, name, _decode(encoded, getattr(owner, name, None)))
+        value = _decode(encoded, getattr(owner, name, None))
+        if "buffer" in encoded:  # which `forward` may register
+            owner.register_buffer(name, value, persistent=False)
+        else:
+            setattr(owner, name, value)
 
 
 def _decode(encoded: State, current: Any) -> Any:
@@ -213,6 +229,8 @@ def _decode(encoded: State, current: Any) -> Any:
         return copy.copy(saved)
     if kind == "device_value":
         return saved.to(get_accelerator().current_device_name())
+    if kind == "buffer":
+        return _decode(saved[0], current)
     if kind == "metric":
         if hasattr(current, "__dict__"):
             _load_attributes(current, saved)

@@ -1,7 +1,7 @@
 import logging
 import os
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Dict, Optional, Set, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Union
 
 import torch
 from allennlp.common import Params
@@ -174,8 +174,9 @@ class CausalLM(TokenLossModel):
         if save_adapters_only:
             parameters = self.named_parameters(remove_duplicate=False)
             self.archived_elsewhere.update(n for n, p in parameters if not p.requires_grad)
-        # Whether batches of single examples and packed batches have been checked.
-        self._checked_packing: Set[bool] = set()
+        # Whether batches of single examples and packed batches have been checked in this process. A
+        # list, because checkpoints restore sets.
+        self._checked_packing: List[bool] = []
         self._loss_chunk_size = loss_chunk_size
         self._metrics = TokenMetrics()
 
@@ -289,7 +290,7 @@ class CausalLM(TokenLossModel):
             packing.check_batch(self.transformer, inputs["input_ids"].size(0))
         if is_packed not in self._checked_packing:
             check_attention(module, self.transformer, is_packed)
-            self._checked_packing.add(is_packed)
+            self._checked_packing.append(is_packed)
         return module(**inputs)
 
     def _call_on_own_part(

@@ -1,4 +1,4 @@
-"""What training takes from a checkpoint, and what it leaves as it is now, in one process."""
+"""What training takes from a checkpoint, and what it leaves as it is now."""
 
 import json
 import shutil
@@ -9,9 +9,13 @@ from typing import Any, Callable, Dict, List
 import pytest
 import torch
 from allennlp.common import Params
-from allennlp.data import DatasetReader
+from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
-from allennlp.models import BasicClassifier
+from allennlp.models import BasicClassifier, Model, MultiTaskModel
+from allennlp.models.heads import Head
+from allennlp.modules import Backbone
+from allennlp.training.metrics import Average
+from torch import nn
 
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -21,6 +25,7 @@ from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from tests.fixtures.malicious import Malicious
 from tests.integration.trainer_test import Task
 from tests.support.experiment import StateDict, assert_same_weights, load_config
+from tests.support.side_by_side import Batches, Side
 
 
 class Counting(BasicClassifier):
@@ -91,6 +96,139 @@ def test_data_that_keep_their_place_are_at_it_after_recovery(tmp_path: Path, sta
         for epoch in range(3)
     ]
     assert losses[:3] == losses[3:]
+
+
+# State of the model
+
+
+DIM = 4
+
+
+def vectors(rank: int) -> List[Dict[str, Any]]:
+    """Two workers with them train as one process does."""
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.rand(3, DIM, generator=generator)} for _ in range(4)]
+
+
+class Tally(nn.Module):
+    """Divides by a count that only `get_extra_state` has, as a tensor or as a list."""
+
+    def __init__(self, as_tensor: bool) -> None:
+        super().__init__()
+        self.as_tensor, self.counts = as_tensor, [1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.counts[0] += 1
+        return x / self.counts[0]
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.counts) if self.as_tensor else list(self.counts)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.counts = [int(count) for count in state]
+
+
+class Remembering(Model):
+    """The loss depends on frozen weights, extra states, and buffers of all kinds."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(Vocabulary())
+        self.layer = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.full((DIM,), scale), requires_grad=False)
+        self.tallies = nn.Sequential(Tally(as_tensor=True), Tally(as_tensor=False))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("centre", torch.zeros(DIM), persistent=False)
+        self.register_buffer("spread", torch.ones(DIM), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        if "first" not in dict(self.named_buffers()):
+            self.register_buffer("first", x.mean(0), persistent=False)
+        if self.training:
+            self.steps += 1
+            self.centre = self.centre * 0.9 + x.mean(0) * 0.1
+            self.spread.mul_(0.9)
+        centred = (x - self.centre - self.first) * self.spread
+        output = self.tallies(self.layer(centred)) * self.scale
+        return {"loss": (output - self.steps).pow(2).mean()}
+
+
+def remember(
+    directory: Path, num_epochs: int, stage: int, world_size: int, scale: float = 1.0, **more: Any
+) -> StateDict:
+    directory.mkdir(exist_ok=True)
+    return Side(
+        lambda: Remembering(scale),
+        vectors,
+        stage,
+        world_size,
+        num_epochs=num_epochs,
+        checkpointer=DeepSpeedCheckpointer(directory),
+        **more,
+    ).train(directory)
+
+
+@pytest.mark.parametrize(
+    "stage, world_size, is_constructed_partitioned",
+    [(0, 1, False), (1, 2, False), (2, 1, False), (3, 1, False), (3, 2, True)],
+)
+def test_buffers_that_are_not_persistent_are_as_without_an_interruption(
+    tmp_path: Path, stage: int, world_size: int, is_constructed_partitioned: bool
+):
+    more: Any = {"is_constructed_partitioned": is_constructed_partitioned}
+    expected = remember(tmp_path / "uninterrupted", 2, stage, world_size, **more)
+    remember(tmp_path / "resumed", 1, stage, world_size, **more)
+    actual = remember(tmp_path / "resumed", 2, stage, world_size, **more)
+    assert_same_weights(actual, expected, tolerance=0)
+
+
+class Identity(Backbone):
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"encoded": x}
+
+
+class Regression(Head):
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layer = nn.Linear(DIM, 1)
+        self.error = Average()
+
+    def forward(self, encoded: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        loss = (self.layer(encoded) - 1).pow(2).mean()
+        self.error(loss.item())
+        return {"loss": loss}
+
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        return {"error": float(self.error.get_metric(reset))}
+
+
+def tasks(rank: int) -> List[Dict[str, Any]]:
+    """The second task has no batches after the checkpoint in the middle of the epoch."""
+    names = ("second", "second", "first", "first")
+    return [{**batch, "task": [name] * 3} for batch, name in zip(vectors(rank), names)]
+
+
+def test_heads_of_a_multitask_model_have_the_metrics_of_an_uninterrupted_epoch(tmp_path: Path):
+    def errors(name: str) -> Dict[str, float]:
+        heads = {"first": Regression, "second": Regression}
+        side = Side(
+            lambda: MultiTaskModel(Vocabulary(), Identity(), {k: v() for k, v in heads.items()}),
+            tasks,
+            2,
+            num_epochs=1,
+            validation_data_loader=Batches(tasks(0)),
+            checkpointer=DeepSpeedCheckpointer(
+                tmp_path / name, save_every_num_batches=1, keep_most_recent_by_count=None
+            ),
+        )
+        (metrics,) = side.on_all_ranks(lambda trainer: trainer.train(), tmp_path / name)
+        return {key: value for key, value in metrics.items() if key.endswith("_error")}
+
+    expected = errors("uninterrupted")
+    assert {"training_second_error", "validation_second_error"} < expected.keys()
+    last = "checkpoint_e0_b2"
+    shutil.copytree(tmp_path / "uninterrupted" / last, tmp_path / "resumed" / last)
+    assert errors("resumed") == expected
 
 
 def test_a_training_state_of_another_version_is_refused(

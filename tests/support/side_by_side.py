@@ -211,13 +211,14 @@ def trained(trainer: Any) -> Dict[str, Any]:
 
 
 def state_arrays(trainer: Any) -> Dict[str, Any]:
-    """The whole weights and the buffers, as arrays. To be called by every rank."""
+    """The whole weights and other tensors, as arrays. To be called by every rank."""
     if isinstance(trainer, DeepSpeedTrainer):
         state_dict = weights.full_state_dict(trainer.engine, keep=True)
         assert state_dict is not None
     else:
         state_dict = trainer.model.state_dict()
-    return {key: _as_array(value.detach()) for key, value in state_dict.items()}
+    tensors = {k: v for k, v in state_dict.items() if isinstance(v, torch.Tensor)}
+    return {key: _as_array(value.detach()) for key, value in tensors.items()}
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
