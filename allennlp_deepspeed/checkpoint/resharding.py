@@ -59,7 +59,7 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Colle
         # Partitions the parameters that stage 3 has gathered persistently, until
         # `update_parameters`.
         engine.optimizer.checkpoint_event_prologue()
-    _load_frozen_and_buffers(engine, checkpoint)
+    _load_unsharded(engine, checkpoint, excluded)
     shards.update_parameters()
     for name, value in checkpoint.counters.items():
         setattr(engine, name, value)
@@ -159,16 +159,13 @@ def _shard_state(shards: Shards, index: int, checkpoint: ShardedCheckpoint) -> D
     return values
 
 
-def _load_frozen_and_buffers(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint) -> None:
+def _load_unsharded(
+    engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Collection[str]
+) -> None:
+    """Loads what the optimizer doesn't have: frozen parameters, buffers and extra states."""
+    # As for the same world size: at stage 3 the parameters in it are empty.
+    engine.load_module_state_dict({"module": checkpoint.module}, strict=not excluded)
     for name, parameter in engine.module.named_parameters():
-        if name not in checkpoint.frozen:
-            continue
-        weight = checkpoint.frozen_weight(name)
-        if internals.is_sharded(parameter):
+        if name in checkpoint.frozen and internals.is_sharded(parameter):
             fragment = local_partition(parameter)
-            fragment.write(fragment.master.data, weight)
-        else:
-            parameter.data.copy_(weight)
-    for name, buffer in engine.module.named_buffers():
-        if name in checkpoint.buffers:
-            buffer.copy_(checkpoint.buffers[name])
+            fragment.write(fragment.master.data, checkpoint.frozen_weight(name))

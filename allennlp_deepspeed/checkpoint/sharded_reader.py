@@ -117,7 +117,8 @@ class ShardedCheckpoint:
         name.
     frozen : `Dict[str, torch.Size]`
         The shapes of the other parameters, unless the checkpoint leaves them out.
-    buffers : `Dict[str, torch.Tensor]`
+    module : `Dict[str, Any]`
+        The `state_dict` of the model on rank 0. At stage 3 its parameters are empty.
     param_groups : `List[Dict[str, Any]]`
         The groups of the optimizer, with the names of their parameters. Empty at stage 0, where an
         engine can load the optimizer as it is.
@@ -147,9 +148,8 @@ class ShardedCheckpoint:
                 f"{self._engine_directory} has the optimizer states of {len(optimizers)} workers, "
                 f"but {self.world_size} wrote it: the files of all nodes are needed."
             )
-        self._module: Dict[str, Any] = model["module"]
-        self._canonical_names = _canonical_names(self._module, model["buffer_names"])
-        self.buffers = {name: self._module[name] for name in model["buffer_names"]}
+        self.module: Dict[str, Any] = model["module"]
+        self._canonical_names = _canonical_names(self.module, model["buffer_names"])
         self.counters = {name: model[name] for name in COUNTERS}
         self.lr_scheduler: Optional[Dict[str, Any]] = model["lr_scheduler"]
         self.loss_scaler: Dict[str, Any] = {}
@@ -178,7 +178,7 @@ class ShardedCheckpoint:
             ]
         self.trainable: Dict[str, torch.Size] = {n: s for group in shapes for n, s in group.items()}
         self.frozen: Dict[str, torch.Size] = {
-            name: self._frozen_shapes.get(name, self._module[name].shape)
+            name: self._frozen_shapes.get(name, self.module[name].shape)
             for name in dict.fromkeys(self._canonical_names.values())
             if name not in self.trainable
         }
@@ -243,7 +243,7 @@ class ShardedCheckpoint:
     def frozen_weight(self, name: str) -> torch.Tensor:
         """Returns the full weight of a frozen parameter, in the precision of the model."""
         if name not in self._frozen_partitions:
-            return self._module[name]
+            return self.module[name]
         shape = self.frozen[name]
         parts = [part.flatten() for part in self._frozen_partitions[name]]
         if sum(part.numel() for part in parts) < shape.numel():
@@ -261,7 +261,7 @@ class ShardedCheckpoint:
         """
         weights: Dict[str, torch.Tensor] = {}
         state_dict: Dict[str, Any] = {}
-        for key, value in self._module.items():
+        for key, value in self.module.items():
             name = self._canonical_names.get(key)
             if name is None:
                 state_dict[key] = _to_fp32(value) if isinstance(value, torch.Tensor) else value
@@ -353,7 +353,8 @@ def _canonical_names(module: Dict[str, Any], buffers: List[str]) -> Dict[str, st
     first: Dict[Any, str] = {}
     names = {}
     for name, value in module.items():
-        if isinstance(value, torch.Tensor) and name not in buffers:
+        is_extra_state = name.rpartition(".")[2] == "_extra_state"
+        if isinstance(value, torch.Tensor) and name not in buffers and not is_extra_state:
             identity = (value.untyped_storage()._cdata, value.storage_offset(), value.shape)
             names[name] = first.setdefault(identity, name)
     return names

@@ -182,6 +182,16 @@ def test_buffers_that_are_not_persistent_are_as_without_an_interruption(
     assert_same_weights(actual, expected, tolerance=0)
 
 
+@pytest.mark.parametrize("stage, before, after", [(1, 1, 2), (2, 2, 1), (3, 1, 2), (3, 2, 1)])
+def test_all_state_of_the_model_is_resumed_with_another_number_of_workers(
+    tmp_path: Path, stage: int, before: int, after: int
+):
+    expected = Side(Remembering, vectors).train()
+    remember(tmp_path, 1, stage, before)
+    actual = remember(tmp_path, 2, stage, after, scale=0.5)
+    assert_same_weights(actual, expected)
+
+
 class Identity(Backbone):
     def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         return {"encoded": x}
