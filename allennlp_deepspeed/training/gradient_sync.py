@@ -156,8 +156,10 @@ class GradientSynchronizer:
 
     def move_hooks_last(self) -> None:
         """Moves the hooks after those that callbacks have added, which may change gradients."""
-        self.remove_hooks()
-        self._add_hooks()
+        for handle in self._hooks:
+            # Not removed and added, because a callback may have frozen the parameter meanwhile.
+            hooks: Any = handle.hooks_dict_ref()
+            hooks.move_to_end(handle.id)
 
     def finish_step(self) -> None:
         """
