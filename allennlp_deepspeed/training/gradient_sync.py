@@ -157,9 +157,10 @@ class GradientSynchronizer:
     def move_hooks_last(self) -> None:
         """Moves the hooks after those that callbacks have added, which may change gradients."""
         for handle in self._hooks:
-            # Not removed and added, because a callback may have frozen the parameter meanwhile.
+            # Not registered again, because a callback may have frozen the parameter meanwhile.
+            # PyTorch calls them in the order of insertion, which `move_to_end` doesn't change.
             hooks: Any = handle.hooks_dict_ref()
-            hooks.move_to_end(handle.id)
+            hooks[handle.id] = hooks.pop(handle.id)
 
     def finish_step(self) -> None:
         """
