@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple
 
@@ -37,7 +38,7 @@ from benchmarks.contenders.random_texts import RandomTexts
 from benchmarks.harness import report, training
 from benchmarks.harness.contender import Contender
 from benchmarks.harness.losses import largest_difference
-from benchmarks.harness.pairing import compare
+from benchmarks.harness.pairing import Comparison, compare
 from benchmarks.harness.stopwatch import Plan
 from benchmarks.studies import real
 
@@ -133,7 +134,7 @@ def tests(setting: Setting) -> Iterator[Line]:
     """Runs the marked tests. On a CPU they are collected and skipped."""
     arguments = ["tests/end_to_end/gpu_test.py", "-m", "gpu", "-v", "-rN", "--no-header"]
     if not setting.tiny:
-        arguments += ["-n", "8"]
+        arguments += ["-n", "auto"]
     summary = ""
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", *arguments],
@@ -216,8 +217,10 @@ def real_models(setting: Setting) -> Iterator[Line]:
             rows = real.measure(model, 2, accumulation, arguments, setting.world_size, directory)
         except (ImportError, SystemExit) as error:
             yield Line(model, "not run", str(error))
-            continue
-        yield from map(_line_of_real_model, rows)
+        except (RuntimeError, TimeoutError) as error:
+            yield _failed(model, error)
+        else:
+            yield from map(_line_of_real_model, rows)
 
 
 def decoder(setting: Setting) -> Iterator[Line]:
@@ -232,7 +235,7 @@ def decoder(setting: Setting) -> Iterator[Line]:
 def _line_of_real_model(row: Dict[str, Any]) -> Line:
     what = f"{row['model']}, stage {row['zero_stage']}, accumulation {row['accumulation']}"
     if "skipped" in row:
-        return Line(f"{what}: {row['tool']}", row["skipped"])
+        return Line(f"{what}: {row['tool']}", "not run", row["skipped"])
     memory = f"{row['peak_memory'] / 1e6:.0f} MB"
     if row["tool"] == real.OURS:
         return Line(f"{what}: {row['unit']} a second", f"{row['per_second']:.0f}", memory)
@@ -285,17 +288,27 @@ def _beside(
 ) -> List[Line]:
     """
     Compares losses, and then the speed of each contender with that of the reference, or of the
-    reference with that of each contender.
-
-    # Raises
-
-    `RuntimeError`
-        If the losses differ.
+    reference with that of each contender. Where losses differ a line says that it failed.
     """
     contenders = {name: c for name, c in contenders.items() if c.supports(workload)}
     pairs = [(reference, name) for name in contenders if name != reference]
     plan = Plan(3, 2, 1) if setting.tiny else Plan(5, 6, 5)
-    found = compare(contenders, pairs, workload, plan, setting.world_size, TIME_LIMIT)
+    try:
+        found = compare(contenders, pairs, workload, plan, setting.world_size, TIME_LIMIT)
+        return _compared(workload, reference, found, plan, of_reference)
+    except (RuntimeError, TimeoutError) as error:
+        return [_failed(str(workload), error)]
+
+
+def _failed(what: str, error: Exception) -> Line:
+    """What one case ends with, so that the next ones are still measured."""
+    traceback.print_exception(error)
+    return Line(what, FAILED, str(error).split("\n", 1)[0])
+
+
+def _compared(
+    workload: RandomTexts, reference: str, found: Comparison, plan: Plan, of_reference: bool
+) -> List[Line]:
     lines = [Line(f"{workload}: {name}", "not run", why) for name, why in found.skipped.items()]
     for name, ranks in found.outcomes.items():
         memory = f"{max(rank.peak_memory for rank in ranks) / 1e6:.0f} MB"
