@@ -326,7 +326,10 @@ class _Agent(LocalElasticAgent):
                 f"{death_sig.name} received: stopping the workers. A second signal kills them."
             )
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
-        super()._shutdown(sent, math.ceil(seconds))
+        if self._pcontext is not None:
+            # PyTorch 2.11's `_shutdown` takes no time limit.
+            self._pcontext.close(sent, math.ceil(seconds))
+        super()._shutdown(sent)
 
     def _exchange_members(self, worker_group: WorkerGroup) -> int:
         """
