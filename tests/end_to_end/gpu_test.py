@@ -244,8 +244,9 @@ def test_dropout_between_layers_on_one_gpu_is_the_same_when_recomputed(
     config = load_config("tagger", ONE_GPU, encoder, SGD)
     # The one starts its dropout anew before the module is computed, the other in the module.
     restarting = {**config, "model": {**config["model"], "type": "tagger_restarting_dropout"}}
-    config["trainer"]["activation_checkpointing"] = ["^encoder$"]
-    result = gpu_experiments.run(deepspeed(config, 3))
+    recomputing = deepspeed(config, 3)
+    recomputing["trainer"]["activation_checkpointing"] = ["^encoder$"]
+    result = gpu_experiments.run(recomputing)
     expected = gpu_experiments.run(restarting)
     assert_same_weights(result.weights(), expected.weights(), TOLERANCE)
 

@@ -26,6 +26,7 @@ from tests.support.experiment import (
 )
 
 OPTIMIZERS: Dict[str, Config] = {
+    "adagrad": {"lr": 0.01, "weight_decay": 0.01},
     "adam": {"lr": 0.01, "weight_decay": 0.01},
     "adamw": {"lr": 0.01, "weight_decay": 0.1},
     "huggingface_adamw": {"lr": 0.01, "weight_decay": 0.1},
