@@ -327,7 +327,7 @@ class _Agent(LocalElasticAgent):
             )
         sent = signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM
         if self._pcontext is not None:
-            # PyTorch 2.11's `_shutdown` takes no time limit.
+            # PyTorch 2.11's `_shutdown` takes no time limit. It closes what has exited by then.
             self._pcontext.close(sent, math.ceil(seconds))
         super()._shutdown(sent)
 

@@ -54,6 +54,7 @@ class Command:
         # Before this repository's, AllenNLP finds a package of FairScale's that has this name.
         with contextlib.suppress(FileExistsError):
             Path(cell.data, "benchmarks").symlink_to(REPOSITORY / "benchmarks")
+        self._name = Path(cell.output).name
         self._log = Path(f"{cell.output}.log")
         self._deadline = time.monotonic() + time_limit
         self._world_size = cell.world_size
@@ -91,7 +92,7 @@ class Command:
         results = [self._receive(rank) for rank in range(self._world_size)]
         returncode = self._process.wait(max(0.0, self._deadline - time.monotonic()))
         if returncode:
-            raise RuntimeError(f"A command failed.\n{self._output()}")
+            raise RuntimeError(f"The command of {self._name} failed.\n{self._output()}")
         return Figures(self._first_step, time.time() - results[0].end, results)
 
     def _accept(self) -> Optional[int]:
@@ -107,15 +108,21 @@ class Command:
         except EOFError:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(30)  # for its last messages
-            raise RuntimeError(f"A worker has ended too early.\n{self._output()}") from None
+            raise RuntimeError(
+                f"A worker of {self._name} has ended too early.\n{self._output()}"
+            ) from None
 
     def _retry(self, get: Callable[[], Any]) -> Any:
         """Calls `get`, which waits for a second at most, until it returns something."""
         while not (got := get()):
             if self._process.poll() is not None:
-                raise RuntimeError(f"A command has ended too early.\n{self._output()}")
+                raise RuntimeError(
+                    f"The command of {self._name} has ended too early.\n{self._output()}"
+                )
             if time.monotonic() > self._deadline:
-                raise TimeoutError(f"A command wasn't done in time.\n{self._output()}")
+                raise TimeoutError(
+                    f"The command of {self._name} wasn't done in time.\n{self._output()}"
+                )
         return got
 
     def _output(self) -> str:

@@ -171,7 +171,10 @@ class ProcessTree:
         if isinstance(message, Unavailable):
             raise message
         if isinstance(message, WorkerError):
-            raise RuntimeError(f"{self._name} failed.\n{message.traceback}\n{self._output()}")
+            cause = message.traceback.rstrip().rsplit("\n", 1)[-1]
+            raise RuntimeError(
+                f"{self._name} failed: {cause}\n{message.traceback}\n{self._output()}"
+            )
         if isinstance(message, Outcome):
             del self._open[connection]  # It is the last message.
         return message

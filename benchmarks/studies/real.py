@@ -37,7 +37,7 @@ OURS, DDP = "ours", "gradient_descent"
 NEED_NO_PACKAGE = ("bare", "trainer", DDP)
 TIME_LIMIT = 1200.0  # seconds, for all commands of one cell
 OPTIMIZER = {"type": "adamw", "lr": 1e-5, "weight_decay": 0.0}
-# As that of transformers' trainers is by default.
+# The default optimizer of transformers' trainers is fused, too.
 FUSED = {"optimizer": {**OPTIMIZER, "type": "fused_adamw"}}
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from allennlp.common.util import find_open_port
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from allennlp_deepspeed.engine import worker_failure
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
@@ -112,6 +113,17 @@ def test_a_worker_that_is_told_to_leave_is_started_again(agents: Agents) -> None
     [path] = agents.directory.glob("pid_*")
     os.kill(int(path.name.partition("_")[2]), signal.SIGTERM)
     wait_until(lambda: len(agents.started(0)) == 2)
+    (agents.directory / "end").touch()
+    assert agents.results.get() == (0, None)
+
+
+def test_an_agent_of_pytorch_2_11_ends(agents: Agents) -> None:
+    def shutdown(self: Any, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        self._pcontext.close(death_sig)
+
+    with mock.patch.object(LocalElasticAgent, "_shutdown", shutdown):
+        agents.start(0)
+    wait_until(lambda: agents.started(0))
     (agents.directory / "end").touch()
     assert agents.results.get() == (0, None)
 
