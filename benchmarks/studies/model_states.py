@@ -39,7 +39,7 @@ from benchmarks.harness.counted_states import CountedStates
 from benchmarks.real.recorder import Cell
 from benchmarks.studies import real
 
-TIME_LIMIT = 600  # seconds, for a training
+TIME_LIMIT = 1800  # seconds, for a training
 _BYTES = {"bf16": (2, 2, 12), "fp32": (4, 4, 8)}  # of weights, gradients and optimizer states
 
 
@@ -52,23 +52,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(settings: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    rows = []
+    data: Dict[str, Any] = report.heading(max(settings.workers), "transformers", "peft")
+    data.update(rows=[], real=[])
     for variant in product(settings.precisions, settings.workers, settings.stages):
-        rows.append(measure(*variant))
-        print(json.dumps({k: v for k, v in rows[-1].items() if k != "ranks"}), flush=True)
-    real_rows = []
+        data["rows"].append(measure(*variant))
+        data["num_parameters"] = data["rows"][0]["num_parameters"]
+        _write(settings.output, data, {k: v for k, v in data["rows"][-1].items() if k != "ranks"})
     for name in settings.real:
         for stage, accumulation in product((0, 2, 3), real.SUBJECTS[name].accumulation):
-            real_rows.append(measure_real(name, stage, accumulation))
-            print(json.dumps(real_rows[-1]), flush=True)
-    data = {
-        **report.heading(max(settings.workers), "transformers", "peft"),
-        "num_parameters": rows[0]["num_parameters"],
-        "rows": rows,
-        "real": real_rows,
-    }
-    report.write(settings.output, "model_states", data, text(data))
+            data["real"].append(measure_real(name, stage, accumulation))
+            _write(settings.output, data, data["real"][-1])
     report.show(text(data))
+
+
+def _write(directory: Path, data: Dict[str, Any], row: Dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+    report.write(directory, "model_states", data, text(data))
 
 
 def theory(precision: str, stage: int, workers: int) -> float:

@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import os
 import tempfile
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Tuple
 from unittest import mock
@@ -187,9 +187,15 @@ def _train(values: Dict[str, Any], directory: Path) -> None:
     if "distributed" not in values:
         counted(directory, train)
         return
+    run = worker.run
+
+    @wraps(run)
+    def counted_run(*args: Any) -> Any:
+        return counted(directory, run, *args)
+
     # Forks of this process have the reader and the callback registered.
     forked = mock.patch.object(agent, "START_METHOD", "fork")
-    with forked, mock.patch.object(worker, "run", partial(counted, directory, worker.run)):
+    with forked, mock.patch.object(worker, "run", counted_run):
         train()
 
 
