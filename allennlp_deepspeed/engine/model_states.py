@@ -240,7 +240,7 @@ class _States:
         num_buckets = 2 if self._zero.overlap_comm else 1
         buckets = num_buckets * int(self._zero.reduce_bucket_size) * self._weight
         if self._optimizer_device == "none":
-            gradients = max(self._unsharded_gradient(), self._flattened_gradient(shard))
+            gradients = max(self._reduced_gradient(shard), self._flattened_gradient(shard))
             return ModelStates(gpu=Bytes(weights, gradients, optimizer, buckets))
         one_gradient = self._size.largest_parameter * self._weight
         return ModelStates(
@@ -301,6 +301,18 @@ class _States:
         # DeepSpeed's BF16_Optimizer has it in both precisions.
         is_twice = self._is_bf16_optimizer and self._gradient != self._weight
         return accumulated * (self._gradient + (self._weight if is_twice else 0))
+
+    def _reduced_gradient(self, shard: int) -> int:
+        """
+        Returns the bytes of gradients at stages 1 and 2 when the last one is reduced, often that of
+        an embedding. One that is larger than the bucket is copied for it.
+        """
+        if self._stage == 1:
+            return self._unsharded_gradient()
+        largest = max(self._size.trainable, default=0)
+        copied = largest if largest > self._zero.reduce_bucket_size else 0
+        whole = self._unsharded_gradient() or largest * self._gradient
+        return whole + (shard + copied) * self._gradient
 
     def _flattened_gradient(self, shard: int) -> int:
         """Returns the bytes of the shard's gradient at stages 1 and 2 when the step begins."""

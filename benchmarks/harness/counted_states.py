@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple
 
 import torch
 import torch.distributed as dist
+from allennlp.common import cached_transformers
 from allennlp.training.callbacks import TrainerCallback
 from deepspeed.runtime.engine import DeepSpeedEngine
 from overrides import overrides
@@ -67,6 +68,8 @@ class CountModelStates(TrainerCallback):
     @overrides
     def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
         super().on_start(trainer, is_primary, **kwargs)
+        # AllenNLP keeps the model that embedders have copied, in CPU memory.
+        cached_transformers._clear_caches()
         step = DeepSpeedEngine.step
 
         def counted_step(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:

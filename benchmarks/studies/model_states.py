@@ -149,11 +149,15 @@ def measure_real(name: str, stage: int, accumulation: int) -> Dict[str, Any]:
             chunk_size=1 if name == "bi_encoder" else 0,
         )
         model.prepare(cell, tiny=False)
-        values = real.training_config(name, real.OURS, cell)
+        # As from a file: sections that are one object here would be read once.
+        values = json.loads(json.dumps(real.training_config(name, real.OURS, cell)))
         values["trainer"]["deepspeed_config"]["zero_optimization"]["reduce_bucket_size"] = 100_000
         values["trainer"].update(
             callbacks=["count_model_states"], checkpointer=None, run_confidence_checks=False
         )
+        if accumulation > 1 and stage >= 2:
+            # As "auto" is here, which `estimate` doesn't know.
+            values["trainer"]["gradient_synchronization"] = "step"
         num_parameters, estimated = estimate(values, stage)
         peak = _peak(train(values, Path(directory)))
     return {

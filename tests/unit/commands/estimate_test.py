@@ -63,8 +63,15 @@ def test_mixed_precision_is_divided_as_in_the_zero_paper() -> None:
 def test_a_boundary_holds_a_whole_gradient() -> None:
     zero_2: Config = {"zero_optimization": {"stage": 2}, **BF16}
     accumulated = states(zero_2, 8, num_gradient_accumulation_steps=4, reduces_once_a_step=True)
-    assert accumulated.gpu.gradients == 200 * MILLION
+    # With the shard that it is reduced into.
+    assert accumulated.gpu.gradients == 225 * MILLION
     assert states(zero_2, 8, num_gradient_accumulation_steps=4).gpu.gradients == 100 * MILLION
+
+
+def test_a_gradient_larger_than_the_bucket_is_copied() -> None:
+    zero_2: Config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": MILLION}}
+    size = ModelSize(trainable=[20 * MILLION, MILLION], frozen=[], largest_module=20 * MILLION)
+    assert states(zero_2, 7, size).gpu.gradients == 4 * (3 + 20 + 20) * MILLION
 
 
 def test_offload_takes_states_off_the_gpu() -> None:
