@@ -268,6 +268,7 @@ class Estimator:
                 resolved,
                 self._settings.world_size,
                 self._settings.gradient_synchronization == STEP,
+                has_chunks=self._trainer.get("grad_cache") is not None,
             ),
         )
 

@@ -168,6 +168,7 @@ def model_states(
     config: ResolvedConfig,
     world_size: int,
     reduces_once_a_step: bool = False,
+    has_chunks: bool = False,
 ) -> ModelStates:
     """
     Estimates the model states of one rank.
@@ -182,8 +183,11 @@ def model_states(
     world_size : `int`
     reduces_once_a_step : `bool`, optional (default = `False`)
         Whether an unsharded gradient is accumulated over the micro-batches of a step.
+    has_chunks : `bool`, optional (default = `False`)
+        Whether each micro-batch has chunks, as with `grad_cache`, which count as micro-batches.
     """
-    states = _States(size, optimizer_states, config, world_size, reduces_once_a_step)
+    reduces_later = reduces_once_a_step and world_size > 1 and (config.accumulates or has_chunks)
+    states = _States(size, optimizer_states, config, world_size, reduces_later)
     return {0: states.stage_0, 3: states.stage_3}.get(config.zero_stage, states.stage_1_or_2)()
 
 
@@ -196,7 +200,7 @@ class _States:
         optimizer_states: int,
         config: ResolvedConfig,
         world_size: int,
-        reduces_once_a_step: bool,
+        reduces_later: bool,
     ) -> None:
         self._size = size
         self._optimizer_states = optimizer_states
@@ -210,8 +214,7 @@ class _States:
         self._weight = _itemsize(config.precision)
         kept = config.engine_config.get("data_types", {}).get("grad_accum_dtype")
         self._gradient = self._weight if kept is None else _itemsize(kept)
-        accumulates = config.accumulates and world_size > 1
-        self._accumulated = self._trained if accumulates and reduces_once_a_step else 0
+        self._accumulated = self._trained if reduces_later else 0
         self._optimizer_device = _device(self._zero.offload_optimizer)
         self._parameter_device = _device(self._zero.offload_param)
         self._is_bf16_optimizer = (

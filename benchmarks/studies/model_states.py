@@ -155,7 +155,7 @@ def measure_real(name: str, stage: int, accumulation: int) -> Dict[str, Any]:
         values["trainer"].update(
             callbacks=["count_model_states"], checkpointer=None, run_confidence_checks=False
         )
-        if accumulation > 1 and stage >= 2:
+        if (accumulation > 1 or cell.chunk_size) and stage >= 2:
             # As "auto" is here, which `estimate` doesn't know.
             values["trainer"]["gradient_synchronization"] = "step"
         num_parameters, estimated = estimate(values, stage)

@@ -41,11 +41,11 @@ def states(config: Config, world_size: int = 1, size: ModelSize = None, **settin
     """Those of 100 million parameters with Adam, if no other size is given."""
     size = size or ModelSize(trainable=[MILLION] * 100, frozen=[], largest_module=MILLION)
     adam = 8 * sum(size.trainable)
-    reduces_once_a_step = settings.pop("reduces_once_a_step", False)
+    passes = {key: settings.pop(key, False) for key in ("reduces_once_a_step", "has_chunks")}
     resolved = DeepSpeedConfig.from_value(config).resolve(
         TrainerSettings(world_size=world_size, device_type="cuda", serialization_dir="", **settings)
     )
-    return model_states(size, adam, resolved, world_size, reduces_once_a_step)
+    return model_states(size, adam, resolved, world_size, **passes)
 
 
 def test_mixed_precision_is_divided_as_in_the_zero_paper() -> None:
@@ -66,6 +66,8 @@ def test_a_boundary_holds_a_whole_gradient() -> None:
     # With the shard that it is reduced into.
     assert accumulated.gpu.gradients == 225 * MILLION
     assert states(zero_2, 8, num_gradient_accumulation_steps=4).gpu.gradients == 100 * MILLION
+    chunks = states(zero_2, 8, reduces_once_a_step=True, has_chunks=True)
+    assert chunks.gpu.gradients == 225 * MILLION
 
 
 def test_a_gradient_larger_than_the_bucket_is_copied() -> None:
