@@ -283,9 +283,11 @@ class _States:
         gradients = shard * self._gradient
         sub_group = min(shard, int(self._zero.sub_group_size))
         if self._optimizer_device == "none":
-            # Gradients are flattened, and converted to fp32, one sub-group at a time.
+            # Gradients are flattened, and converted to fp32, one sub-group at a time, when the
+            # unsharded gradient has been released.
             in_fp32 = 0 if self._gradient == _FP32 else _FP32
-            gradients += sub_group * (self._gradient + in_fp32)
+            flattened = sub_group * (self._gradient + in_fp32)
+            gradients += max(0, flattened - self._unsharded_gradient())
             gpu += Bytes(gradients=gradients, optimizer=optimizer)
         elif self._optimizer_device == "cpu":
             cpu += Bytes(gradients=gradients + shard * _FP32, optimizer=optimizer)

@@ -68,6 +68,9 @@ def test_a_boundary_holds_a_whole_gradient() -> None:
     assert states(zero_2, 8, num_gradient_accumulation_steps=4).gpu.gradients == 100 * MILLION
     chunks = states(zero_2, 8, reduces_once_a_step=True, has_chunks=True)
     assert chunks.gpu.gradients == 225 * MILLION
+    zero_3: Config = {"zero_optimization": {"stage": 3}}
+    sharded = states(zero_3, 2, reduces_once_a_step=True, has_chunks=True)
+    assert sharded.gpu.gradients == (400 + 200) * MILLION
 
 
 def test_a_gradient_larger_than_the_bucket_is_copied() -> None:
