@@ -32,7 +32,7 @@ help:
 	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
-	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about 100 minutes)"
+	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about three hours)"
 	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
 	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/architecture.md"

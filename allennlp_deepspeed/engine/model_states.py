@@ -128,8 +128,8 @@ class Bytes:
     weights : `int`
         The weights of the forward pass.
     gradients : `int`
-        The peak of gradients between the backward pass and the optimizer step, which needs them in
-        fp32.
+        The peak of gradients from the end of the backward pass to the optimizer step, which needs
+        them in fp32.
     optimizer : `int`
         The optimizer states, and the fp32 master weights if they are separate from `weights`.
     buffers : `int`

@@ -3,8 +3,8 @@ The bytes of model states on each rank, against the ZeRO paper and `allennlp dee
 
 Trains a transformer classifier of 13 million parameters with the `deepspeed` trainer and Adam on
 CPU workers, and counts the bytes of the tensors that are alive; then the models of the study
-`real`, if they are installed, at two workers in fp32. Writes tables to `benchmarks/results`. Some
-minutes.
+`real`, if they are installed, at two workers in fp32. Writes tables to `benchmarks/results`. Ten
+minutes, and half an hour more for `lora` of `real`.
 
 The paper ([ZeRO](https://arxiv.org/abs/1910.02054), section 3 and figure 1) has 2 bytes of weights,
 2 of gradients and 12 of optimizer states for each parameter in mixed precision, of which stage 1

@@ -1,4 +1,4 @@
-"""Studies of memory: what they count is what is estimated, or is smaller where memory is shared."""
+"""Studies of memory count what is estimated, and less for a worker that shares a sequence."""
 
 import json
 from pathlib import Path
