@@ -51,9 +51,13 @@ class PrefetchTraces:
     @contextmanager
     def _use_trace(self, kind: Tuple[Hashable, ...]) -> Iterator[None]:
         offload: Any = self._offload
-        if kind not in self._coordinators:
+        if kind in self._coordinators:
+            coordinator = self._coordinators[kind]
+        else:
+            # The order of the first pass isn't kept: a model may check something in that pass only.
+            coordinator = internals.new_coordinator(offload)
             self._coordinators[kind] = internals.new_coordinator(offload)
-        others, offload.param_coordinator = offload.param_coordinator, self._coordinators[kind]
+        others, offload.param_coordinator = offload.param_coordinator, coordinator
         try:
             yield
         finally:

@@ -8,11 +8,14 @@ from typing import Any, Callable, Dict, List, Optional
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from allennlp.data import Vocabulary
 from allennlp.models import Model
+from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.communication import CommunicationCounter
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
 
@@ -149,3 +152,62 @@ def test_what_stays_gathered_can_be_read_and_changed_on_the_way(setting: Any) ->
     weights = side(3, reshard_after_micro_batch=setting).train()
     assert_same_weights(weights, side(None).train())
     assert not torch.equal(weights["target.weight"], weights["online.weight"])
+
+
+class ChecksItself(Model):
+    """Uses a layer once more in its first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        self.is_checked = False
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        if not self.is_checked:
+            self.is_checked = True
+            with torch.no_grad():
+                assert self.layers[0](inputs).isfinite().all()
+        return {"loss": self.layers(inputs).square().mean()}
+
+
+class CountGathers(TrainerCallback):
+    """Counts the all-gathers of each step."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self._counter = CommunicationCounter()
+        self.calls: List[int] = []
+
+    def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
+        self._counter.start()
+
+    def on_batch(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(self._counter.read(reset=True)["all_gather"].calls)
+
+    def on_end(self, *args: Any, **kwargs: Any) -> None:
+        self._counter.stop()
+
+
+def gathers_of_steps(trainer: Any) -> List[int]:
+    trainer.train()
+    (counted,) = (callback for callback in trainer.callbacks if isinstance(callback, CountGathers))
+    return counted.calls
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_pre_hook"),
+    reason="the process groups of this PyTorch have no hooks",
+)
+def test_parameters_are_prefetched_when_only_the_first_pass_is_different() -> None:
+    side = Side(
+        ChecksItself,
+        lambda rank: numbers_of(rank) * 2,
+        3,
+        world_size=2,
+        # Between epochs parameters are gathered for other reasons.
+        num_epochs=1,
+        callbacks=lambda: [CountGathers()],
+    )
+    for first, recorded, *prefetched in side.on_all_ranks(gathers_of_steps):
+        assert first > recorded > prefetched[0]
+        assert len(set(prefetched)) == 1
