@@ -146,6 +146,7 @@ def measure(
     subject = SUBJECTS[name]
     missing = [tool for tool in subject.others if not _is_installed(tool)]
     tools = [tool for tool in (OURS, *subject.others) if tool not in missing]
+    sizes = subject.tiny if settings.tiny else subject.sizes
     with tempfile.TemporaryDirectory(dir=directory) as outputs, ExitStack() as stack:
         cell = Cell(
             data=directory,
@@ -154,10 +155,12 @@ def measure(
             world_size=world_size,
             stage=stage,
             accumulation=accumulation,
-            warmup=2,
+            # At stage 3 the third is the first with prefetching, which DeepSpeed plans in it.
+            warmup=3,
             num_segments=settings.rounds,
-            steps=1,
-            **(subject.tiny if settings.tiny else subject.sizes),
+            # A step with one pass takes less than a second.
+            steps=4 if accumulation == 1 and "chunk_size" not in sizes else 1,
+            **sizes,
         )
         import_module(f"benchmarks.real.{name}").prepare(cell, settings.tiny)
         commands = {}
