@@ -20,6 +20,10 @@ class _Deferral:
     """
 
 
+# DeepSpeed's objects that have the coordinator of a pass in progress.
+_offloads_in_use: List[Any] = []
+
+
 class PrefetchTraces:
     """
     Prefetch orders of a model with sharded parameters, one for each kind of pass. It does nothing
@@ -51,17 +55,33 @@ class PrefetchTraces:
     @contextmanager
     def _use_trace(self, kind: Tuple[Hashable, ...]) -> Iterator[None]:
         offload: Any = self._offload
-        if kind in self._coordinators:
-            coordinator = self._coordinators[kind]
-        else:
-            # The order of the first pass isn't kept: a model may check something in that pass only.
-            coordinator = internals.new_coordinator(offload)
+        if kind not in self._coordinators:
             self._coordinators[kind] = internals.new_coordinator(offload)
-        others, offload.param_coordinator = offload.param_coordinator, coordinator
-        try:
+        with _use_coordinator(offload, self._coordinators[kind]):
             yield
-        finally:
-            offload.param_coordinator = others
+
+
+def untraced_pass() -> ContextManager[None]:
+    """
+    Context manager for forward passes that a model runs once, within another, such as to check
+    something. They aren't recorded in the prefetch order of the other pass. It does nothing outside
+    of training at stage 3. Every rank must enter it.
+    """
+    if not _offloads_in_use:
+        return nullcontext()
+    offload = _offloads_in_use[-1]
+    return _use_coordinator(offload, internals.new_coordinator(offload))
+
+
+@contextmanager
+def _use_coordinator(offload: Any, coordinator: PartitionedParameterCoordinator) -> Iterator[None]:
+    others, offload.param_coordinator = offload.param_coordinator, coordinator
+    _offloads_in_use.append(offload)
+    try:
+        yield
+    finally:
+        _offloads_in_use.pop()
+        offload.param_coordinator = others
 
 
 def _is_deferred(parameter: Any) -> bool:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Iterator
 import torch
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.engine.gathered_parameters import untraced_pass
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -35,7 +37,7 @@ def check_attention(
     `ConfigurationError`
         If a position depends on tokens after it, or on another example.
     """
-    with _evaluation_mode(transformer):
+    with _evaluation_mode(transformer), untraced_pass():
         ids = _tokens(transformer)
         expected = _states(module, ids, is_packed)
         changed = ids.clone()

@@ -1,8 +1,11 @@
 """
 Parameters that stay gathered at stage 3 are there for the backward pass, to be read and changed.
+Those that don't are prefetched.
 """
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import deepspeed
@@ -11,11 +14,12 @@ import torch
 import torch.distributed as dist
 from allennlp.data import Vocabulary
 from allennlp.models import Model
-from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.communication import CommunicationCounter
+from allennlp_deepspeed.language_modeling import CausalLM
+from tests.fixtures.callbacks import CountCommunication
+from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
 
@@ -154,60 +158,27 @@ def test_what_stays_gathered_can_be_read_and_changed_on_the_way(setting: Any) ->
     assert not torch.equal(weights["target.weight"], weights["online.weight"])
 
 
-class ChecksItself(Model):
-    """Uses a layer once more in its first forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__(Vocabulary())
-        self.layers = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
-        self.is_checked = False
-
-    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
-        if not self.is_checked:
-            self.is_checked = True
-            with torch.no_grad():
-                assert self.layers[0](inputs).isfinite().all()
-        return {"loss": self.layers(inputs).square().mean()}
-
-
-class CountGathers(TrainerCallback):
-    """Counts the all-gathers of each step."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-        self._counter = CommunicationCounter()
-        self.calls: List[int] = []
-
-    def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
-        self._counter.start()
-
-    def on_batch(self, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(self._counter.read(reset=True)["all_gather"].calls)
-
-    def on_end(self, *args: Any, **kwargs: Any) -> None:
-        self._counter.stop()
-
-
-def gathers_of_steps(trainer: Any) -> List[int]:
-    trainer.train()
-    (counted,) = (callback for callback in trainer.callbacks if isinstance(callback, CountGathers))
-    return counted.calls
-
-
 @pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "register_pre_hook"),
     reason="the process groups of this PyTorch have no hooks",
 )
-def test_parameters_are_prefetched_when_only_the_first_pass_is_different() -> None:
-    side = Side(
-        ChecksItself,
-        lambda rank: numbers_of(rank) * 2,
+def test_what_a_language_model_checks_once_does_not_delay_prefetching(tmp_path: Path) -> None:
+    def batches_of(rank: int) -> List[Dict[str, torch.Tensor]]:
+        ids = torch.randint(LLAMA["vocab_size"], (5, 2, 9), generator=torch.manual_seed(rank))
+        return [{"input_ids": each, "labels": each} for each in ids]
+
+    Side(
+        lambda: CausalLM(Vocabulary(), config=LLAMA),
+        batches_of,
         3,
         world_size=2,
         # Between epochs parameters are gathered for other reasons.
         num_epochs=1,
-        callbacks=lambda: [CountGathers()],
-    )
-    for first, recorded, *prefetched in side.on_all_ranks(gathers_of_steps):
-        assert first > recorded > prefetched[0]
-        assert len(set(prefetched)) == 1
+        callbacks=lambda: [CountCommunication(str(tmp_path))],
+    ).train()
+    for rank in range(2):
+        steps = json.loads((tmp_path / f"communication_{rank}.json").read_text())
+        first, *others = (step["all_gather"][0] for step in steps)
+        # Gathered one by one, and together.
+        assert set(others) == {others[0]}
+        assert others[0] < first / 4
