@@ -61,6 +61,8 @@ def train(trainer: Trainer) -> None:
     trainer.training_step = recorded_step
     trainer.train()
     trainer.save_model()
+    # Otherwise a worker can abort at its exit.
+    trainer.accelerator.end_training()
 
 
 class _Recording(TrainerCallback):

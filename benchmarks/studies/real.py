@@ -155,10 +155,10 @@ def measure(
             world_size=world_size,
             stage=stage,
             accumulation=accumulation,
-            # At stage 3 the third is the first with prefetching, which DeepSpeed plans in it.
+            # At stage 3 DeepSpeed plans the releases of parameters in the second.
             warmup=3,
             num_segments=settings.rounds,
-            # A step with one pass takes less than a second.
+            # A step of MiniLM with one pass takes less than a second.
             steps=4 if accumulation == 1 and "chunk_size" not in sizes else 1,
             **sizes,
         )
