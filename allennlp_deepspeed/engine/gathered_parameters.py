@@ -20,7 +20,7 @@ class _Deferral:
     """
 
 
-# DeepSpeed's objects that have the coordinator of a pass in progress.
+# Each `DeepSpeedZeRoOffload` whose coordinator is replaced, the innermost last.
 _offloads_in_use: List[Any] = []
 
 
@@ -65,11 +65,13 @@ def untraced_pass() -> ContextManager[None]:
     """
     Context manager for forward passes that a model runs once, within another, such as to check
     something. They aren't recorded in the prefetch order of the other pass. It does nothing outside
-    of training at stage 3. Every rank must enter it.
+    of training at stage 3, or when the order has been recorded. Every rank must enter it, because
+    DeepSpeed compares the orders of the ranks.
     """
-    if not _offloads_in_use:
+    offload = _offloads_in_use[-1] if _offloads_in_use else None
+    # What a complete order has already prefetched, the other pass could release.
+    if offload is None or offload.param_coordinator.is_complete_trace():
         return nullcontext()
-    offload = _offloads_in_use[-1]
     return _use_coordinator(offload, internals.new_coordinator(offload))
 
 
