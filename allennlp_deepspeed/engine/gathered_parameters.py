@@ -77,13 +77,13 @@ def untraced_pass() -> ContextManager[None]:
 
 @contextmanager
 def _use_coordinator(offload: Any, coordinator: PartitionedParameterCoordinator) -> Iterator[None]:
-    others, offload.param_coordinator = offload.param_coordinator, coordinator
+    previous, offload.param_coordinator = offload.param_coordinator, coordinator
     _offloads_in_use.append(offload)
     try:
         yield
     finally:
         _offloads_in_use.pop()
-        offload.param_coordinator = others
+        offload.param_coordinator = previous
 
 
 def _is_deferred(parameter: Any) -> bool:
