@@ -6,6 +6,7 @@ them and says all of it.
 
 import argparse
 import logging
+import multiprocessing
 import os
 import platform
 import shutil
@@ -13,11 +14,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from threading import Lock
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
@@ -94,20 +95,11 @@ def run(arguments: argparse.Namespace) -> bool:
     cases.sort(key=lambda case: (case.entry, case.workers))
     parts = [cases[i : i + CASES_AT_ONCE] for i in range(0, len(cases), CASES_AT_ONCE)]
 
-    one_at_a_time = Lock()
-
-    def execute(part: List[Case]) -> List[Judgement]:
-        finished = train_all(part, root)
-        with one_at_a_time:  # because the random state is that of the process
-            judgements = [judge(case, finished[case.index]) for case in part]
-        for judgement in judgements:
-            logger.info("%s", _line(judgement))
-            if not judgement.problems:
-                shutil.rmtree(root / str(judgement.case.index), ignore_errors=True)
-        return judgements
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        judgements = [judgement for part in pool.map(execute, parts) for judgement in part]
+    # In processes, because each forks its workers: they would inherit the locks of PyTorch that
+    # other threads hold.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(arguments.jobs, context) as pool:
+        judgements = [j for part in pool.map(partial(_judge_all, root=root), parts) for j in part]
     judgements.sort(key=lambda judgement: judgement.case.index)
     is_good = not any(judgement.problems for judgement in judgements)
     if arguments.case is None:
@@ -118,6 +110,16 @@ def run(arguments: argparse.Namespace) -> bool:
     else:
         logger.info("Files of the cases with problems are in %s", root)
     return is_good
+
+
+def _judge_all(cases: List[Case], root: Path) -> List[Judgement]:
+    finished = train_all(cases, root)
+    judgements = [judge(case, finished[case.index]) for case in cases]
+    for judgement in judgements:
+        logger.info("%s", _line(judgement))
+        if not judgement.problems:
+            shutil.rmtree(root / str(judgement.case.index), ignore_errors=True)
+    return judgements
 
 
 def _line(judgement: Judgement) -> str:
