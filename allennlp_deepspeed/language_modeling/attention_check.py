@@ -18,7 +18,10 @@ _LENGTH = 6
 @torch.compiler.disable
 @torch.no_grad()
 def check_attention(
-    module: torch.nn.Module, transformer: "PreTrainedModel", is_packed: bool
+    module: torch.nn.Module,
+    transformer: "PreTrainedModel",
+    is_packed: bool,
+    device: torch.device,
 ) -> None:
     """
     Checks that positions don't depend on later tokens or on other packed examples. Every rank must
@@ -31,6 +34,9 @@ def check_attention(
     transformer : `PreTrainedModel`, required.
     is_packed : `bool`, required.
         Whether positions restart with each example.
+    device : `torch.device`, required.
+        Of the inputs. Not read from a weight: ZeRO stage 3 would gather it in each later forward
+        pass of the module that reads it.
 
     # Raises
 
@@ -38,7 +44,7 @@ def check_attention(
         If a position depends on tokens after it, or on another example.
     """
     with _evaluation_mode(transformer), untraced_pass():
-        ids = _tokens(transformer)
+        ids = _tokens(transformer, device)
         expected = _states(module, ids, is_packed)
         changed = ids.clone()
         changed[:, -1] = ids[:, 0]
@@ -58,13 +64,12 @@ def check_attention(
                 )
 
 
-def _tokens(transformer: "PreTrainedModel") -> torch.Tensor:
+def _tokens(transformer: "PreTrainedModel", device: torch.device) -> torch.Tensor:
     """Returns two examples of ordinary tokens, of shape (1, 2 * _LENGTH)."""
-    weight: Any = transformer.get_input_embeddings().weight
     config = transformer.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary_size = int(config.vocab_size)
-    places = torch.arange(2 * _LENGTH, device=weight.device)
+    places = torch.arange(2 * _LENGTH, device=device)
     return (vocabulary_size // 2 + places)[None] % vocabulary_size
 
 

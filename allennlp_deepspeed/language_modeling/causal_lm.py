@@ -289,7 +289,8 @@ class CausalLM(TokenLossModel):
         if is_packed:
             packing.check_batch(self.transformer, inputs["input_ids"].size(0))
         if is_packed not in self._checked_packing:
-            check_attention(module, self.transformer, is_packed)
+            device = inputs["input_ids"].device
+            check_attention(module, self.transformer, is_packed, device)
             self._checked_packing.append(is_packed)
         return module(**inputs)
 

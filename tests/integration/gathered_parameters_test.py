@@ -182,3 +182,27 @@ def test_what_a_language_model_checks_once_does_not_delay_prefetching(tmp_path: 
         # Gathered one by one, and together.
         assert set(others) == {others[0]}
         assert others[0] < first / 4
+
+
+class Watched(CausalLM):
+    """Records the status of its embeddings while its last layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary(), config=LLAMA)
+        weight = self.transformer.get_input_embeddings().weight
+        self.statuses: List[str] = []
+        self.transformer.model.layers[-1].register_forward_hook(
+            lambda *_: self.statuses.append(weight.ds_status.name)
+        )
+
+    def forward(self, **batch: Any) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        outputs = super().forward(**batch)
+        assert set(self.statuses) == {"NOT_AVAILABLE"}
+        return outputs
+
+
+def test_embeddings_of_a_language_model_do_not_stay_gathered() -> None:
+    ids = torch.randint(LLAMA["vocab_size"], (3, 2, 9))
+    batches = [{"input_ids": each, "labels": each} for each in ids]
+    zero = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    Side(Watched, lambda rank: batches, 3, world_size=2, zero=zero).train()
