@@ -68,6 +68,7 @@ setup(
         "torch>=2.11",
         "torchvision",
         "deepspeed>=0.19.8,<0.20",
+        "isal>=1.7",
         "psutil",
         "pydantic>=2",
         "rich",

@@ -9,8 +9,9 @@ import inspect
 import sys
 import tarfile
 import uuid
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Hashable, List, Union
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Union
 from unittest import mock
 
 import numpy as np
@@ -25,6 +26,7 @@ from allennlp.training.callbacks import WandBCallback
 from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
     ReduceOnPlateauLearningRateScheduler,
 )
+from isal import igzip
 from tqdm import tqdm
 
 
@@ -36,7 +38,7 @@ def apply() -> None:
     tell_cached_transformers_apart()
     show_progress_without_widgets()
     name_runs_of_wandb()
-    compress_archives_at_the_fastest_level()
+    compress_archives_with_isal()
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:
@@ -192,10 +194,19 @@ def name_runs_of_wandb() -> None:
     WandBCallback.on_start = on_start_with_id  # type: ignore[method-assign]
 
 
-def compress_archives_at_the_fastest_level() -> None:
+def compress_archives_with_isal() -> None:
     """
-    Makes AllenNLP write `model.tar.gz` at gzip's level 1. Its own level 9 makes files a few percent
-    smaller, and takes nine times as long for weights that compress, such as those from a GGUF file.
+    Makes AllenNLP write `model.tar.gz` with ISA-L, which is several times as fast as gzip's fastest
+    level at the same size. AllenNLP's own level is the slowest.
     """
-    tarfile_open = functools.partial(tarfile.open, compresslevel=1)
-    archival.tarfile = SimpleNamespace(open=tarfile_open)  # type: ignore[attr-defined, assignment]
+    archival.tarfile = SimpleNamespace(open=_open_archive)  # type: ignore[attr-defined, assignment]
+
+
+@contextmanager
+def _open_archive(path: str, mode: str) -> Iterator[tarfile.TarFile]:
+    if mode == "w:gz":
+        with igzip.open(path, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
+            yield archive
+    else:
+        with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+            yield archive

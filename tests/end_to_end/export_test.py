@@ -58,10 +58,9 @@ def test_exported_weights_are_those_of_training(
     assert_identical(weights, dumped(result, "e1_b4")["weights"])
     weights = exported(result, tmp_path / "first", epoch=1)
     assert_identical(weights, dumped(result, "e0_b4")["weights"])
-    # RFC 1952: 4 for an archive compressed by the fastest algorithm, 2 for the slowest.
-    assert (
-        result.archive.read_bytes()[8] == (tmp_path / "first" / "model.tar.gz").read_bytes()[8] == 4
-    )
+    # RFC 1952: 2 for an archive compressed by the slowest algorithm.
+    assert result.archive.read_bytes()[8] != 2
+    assert (tmp_path / "first" / "model.tar.gz").read_bytes()[8] != 2
 
 
 @pytest.mark.parametrize("stage, sections, async_save", [(0, BF16, True), (3, {}, False)])
