@@ -47,7 +47,6 @@ class Cell(NamedTuple):
         In tokens.
     chunk_size : `int`
         Texts in a chunk of gradient caching.
-    bf16 : `bool`
     """
 
     data: str
@@ -62,7 +61,6 @@ class Cell(NamedTuple):
     batch_size: int
     max_length: int
     chunk_size: int = 0
-    bf16: bool = False
 
     @property
     def total(self) -> int:
@@ -84,7 +82,6 @@ class Cell(NamedTuple):
                 "stage3_gather_16bit_weights_on_model_save": True,
             },
             "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": self.bf16},
             "steps_per_print": 2**31,
         }
 

@@ -29,7 +29,7 @@ def arguments(cell: Cell, with_deepspeed: bool = True) -> Dict[str, Any]:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "train_sampling_strategy": "sequential",
-        "bf16": cell.bf16,
+        "bf16": False,  # TRL's default is `True`
         "report_to": "none",
         "accelerator_config": {"use_configured_state": with_deepspeed},
     }

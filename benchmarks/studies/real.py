@@ -23,7 +23,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, Dict, List, NamedTuple, Tuple
 
 import torch
 
@@ -35,7 +35,6 @@ from benchmarks.real.recorder import Cell
 OURS, DDP = "ours", "gradient_descent"
 # Of the tools, those that this package's requirements have.
 NEED_NO_PACKAGE = ("bare", "trainer", DDP)
-TIME_LIMIT = 1200.0  # seconds, for all commands of one cell
 OPTIMIZER = {"type": "adamw", "lr": 1e-5, "weight_decay": 0.0}
 # The default optimizer of transformers' trainers is fused, too.
 FUSED = {"optimizer": {**OPTIMIZER, "type": "fused_adamw"}}
@@ -98,9 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", nargs="+", type=int, choices=range(4), default=[0, 2, 3])
     parser.add_argument("--accumulation", nargs="+", type=int, choices=(1, 8), default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5, help="timed segments of each tool")
+    parser.add_argument(
+        "--time-limit", type=float, default=1200.0, help="seconds for all tools of one cell"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument(
-        "--keep", action="store_true", help="keep the results of other models in the output"
+        "--keep", action="store_true", help="keep the other results that the output has"
     )
 
 
@@ -111,15 +113,21 @@ def run(settings: argparse.Namespace) -> None:
     )
     rows = report.keep(settings.output, "real", heading).get("rows", []) if settings.keep else []
     for name in settings.models:
-        rows = [row for row in rows if row["model"] != name]
         subject = SUBJECTS[name]
         with tempfile.TemporaryDirectory(prefix="real-") as directory:
             for stage, accumulation in product(settings.stages, settings.accumulation):
                 if accumulation in subject.accumulation:
-                    rows += measure(name, stage, accumulation, settings, world_size, directory)
+                    cell = (name, stage, accumulation)
+                    rows = [row for row in rows if _cell_of(row) != cell]
+                    rows += measure(*cell, settings, world_size, directory)
+                    rows.sort(key=lambda row: (list(SUBJECTS).index(row["model"]), _cell_of(row)))
                     data = {**heading, "rows": rows}
                     report.write(settings.output, "real", data, text(data))
     report.show(text({**heading, "rows": rows}))
+
+
+def _cell_of(row: Dict[str, Any]) -> Tuple[str, int, int]:
+    return row["model"], row["zero_stage"], row["accumulation"]
 
 
 def measure(
@@ -167,7 +175,7 @@ def measure(
         for tool in tools:
             output = f"{outputs}/{tool}"
             own = cell._replace(output=output, address=f"{output}.socket")
-            command = Command(_arguments(name, tool, own), own, TIME_LIMIT)
+            command = Command(_arguments(name, tool, own), own, settings.time_limit)
             commands[tool] = stack.enter_context(command)
             command.wait_until_warm()
         seconds: Dict[str, List[float]] = {tool: [] for tool in tools}
@@ -241,7 +249,7 @@ def training_config(name: str, tool: str, cell: Cell) -> Dict[str, Any]:
         "callbacks": ["record_real_steps"],
     }
     if tool == OURS:
-        zero = {"zero_optimization": {"stage": cell.stage}, "bf16": {"enabled": cell.bf16}}
+        zero = {"zero_optimization": {"stage": cell.stage}}
         trainer.update(type="deepspeed", deepspeed_config=zero, **SUBJECTS[name].trainer)
         if cell.chunk_size:
             chunks = dict.fromkeys(("query", "document"), cell.chunk_size)

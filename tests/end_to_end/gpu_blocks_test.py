@@ -18,8 +18,9 @@ def run_blocks(directory: Path, *blocks: str) -> List[List[str]]:
     python("-m", "benchmarks", "gpu", *arguments, time_limit=400).check()
     found = json.loads((directory / "raw" / "gpu-cpu.json").read_text())["blocks"]
     table = (directory / "gpu-cpu.md").read_text()
-    assert all(figure in table for lines in found.values() for _, figure, _ in lines)
-    return [[what for what, _, _ in found[block]] for block in blocks]
+    lines = {name: block["lines"] for name, block in found.items()}
+    assert all(figure in table for block in lines.values() for _, figure, _ in block)
+    return [[what for what, _, _ in lines[block]] for block in blocks]
 
 
 def test_blocks_of_loops_compare_each_variant(tmp_path: Path) -> None:
