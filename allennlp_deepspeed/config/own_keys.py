@@ -31,6 +31,15 @@ def _check_patterns(name: str, patterns: Any) -> None:
             ) from None
 
 
+def _check_validation_metric(value: Any) -> None:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(n, str) and re.match("[+-].", n) for n in names):
+        raise ConfigurationError(
+            f"'trainer.validation_metric' is {json.dumps(value)}: must be the name of a metric "
+            'after "+" or "-", such as "+accuracy" or "-loss", or a list of such names.'
+        )
+
+
 # A timeout. Finite, because C++ doesn't accept infinity.
 _Seconds = Annotated[PositiveFloat, Field(le=10**9)]
 
@@ -227,6 +236,42 @@ TRAINER_KEYS: Dict[str, Key] = {
     ),
 }
 """The keys under "trainer" that are new, or that mean more than in AllenNLP."""
+
+INHERITED_TRAINER_KEYS: Dict[str, Key] = {
+    "num_epochs": Key(
+        PositiveInt,
+        default=20,
+        doc="As in AllenNLP.",
+        advice="must be an integer, at least 1",
+    ),
+    "patience": Key(
+        Optional[PositiveInt],
+        default=None,
+        doc="As in AllenNLP.",
+        advice="must be an integer, at least 1, or null",
+    ),
+    "validation_metric": Key(
+        Any, default="-loss", doc="As in AllenNLP.", check=_check_validation_metric
+    ),
+    "no_grad": Key(
+        Optional[List[str]],
+        default=None,
+        doc="As in AllenNLP.",
+        advice="must be a list of regular expressions for the names of parameters, such as "
+        '["text_field_embedder"]',
+        check=partial(_check_patterns, "no_grad"),
+    ),
+    "callbacks": Key(
+        Optional[List[Any]],
+        default=None,
+        doc="As in AllenNLP.",
+        advice='must be a list, such as [{"type": "tensorboard"}]',
+    ),
+}
+"""
+The keys under "trainer" whose values AllenNLP refuses only after it has read the data, and mostly
+without their names.
+"""
 
 CHECKPOINTER_KEYS: Dict[str, Key] = {
     "save_completed_epochs": Key(

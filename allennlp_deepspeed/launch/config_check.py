@@ -29,7 +29,12 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_grad_cache,
 )
 from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
-from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, NEW_TRAINER_KEYS, TRAINER_KEYS
+from allennlp_deepspeed.config.own_keys import (
+    CHECKPOINTER_KEYS,
+    INHERITED_TRAINER_KEYS,
+    NEW_TRAINER_KEYS,
+    TRAINER_KEYS,
+)
 from allennlp_deepspeed.config.schema_validation import find_key_paths, lookup
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
@@ -429,7 +434,7 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
             errors.add(f"unknown key '{name}' in 'trainer': {place}")
             del keys[name]
     check_names("trainer", known, keys, errors)
-    check_values("trainer", TRAINER_KEYS, keys, errors)
+    check_values("trainer", {**TRAINER_KEYS, **INHERITED_TRAINER_KEYS}, keys, errors)
     if isinstance(trainer.get("cuda_device"), list):
         several = json.dumps({"cuda_devices": trainer["cuda_device"]})
         errors.add(

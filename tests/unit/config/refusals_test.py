@@ -7,7 +7,11 @@ import pytest
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import FORMER_KEYS, check_names, check_values
-from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, TRAINER_KEYS
+from allennlp_deepspeed.config.own_keys import (
+    CHECKPOINTER_KEYS,
+    INHERITED_TRAINER_KEYS,
+    TRAINER_KEYS,
+)
 from tests.unit.config.config_test import ADAMW, STAGE_0, WITHOUT_BF16, refusal
 
 Expect = Callable[[str], None]
@@ -224,13 +228,18 @@ VALUES = [
     *({"reshard_after_micro_batch": value} for value in (1, None, "node")),
     {"resume": "always"},
     {"use_amp": 1, "grad_scaling": None},
+    *({"num_epochs": number} for number in (0, "five", 2.5, None)),
+    *({"patience": number} for number in (0, -2, 7.5)),
+    *({"validation_metric": name} for name in ("accuracy", 3, ["+accuracy", "loss"], [])),
+    *({"no_grad": value} for value in ("embedder", ["a("])),
+    {"callbacks": {"type": "tensorboard"}},
 ]
 
 
 @pytest.mark.parametrize("values", VALUES, ids=json.dumps)
 def test_a_value_of_the_trainer(values: Dict[str, Any], expect_message: Expect) -> None:
     errors = ConfigErrors()
-    check_values("trainer", TRAINER_KEYS, values, errors)
+    check_values("trainer", {**TRAINER_KEYS, **INHERITED_TRAINER_KEYS}, values, errors)
     expect_message("\n".join(errors.lines))
 
 
