@@ -239,10 +239,10 @@ TRAINER_KEYS: Dict[str, Key] = {
 
 INHERITED_TRAINER_KEYS: Dict[str, Key] = {
     "num_epochs": Key(
-        PositiveInt,
+        Annotated[PositiveInt, Field(lt=2**31)],
         default=20,
         doc="As in AllenNLP.",
-        advice="must be an integer, at least 1",
+        advice="must be an integer from 1 to 2147483647",
     ),
     "patience": Key(
         Optional[PositiveInt],

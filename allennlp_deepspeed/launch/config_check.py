@@ -178,17 +178,12 @@ def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
 # Sections and keys of the trainer whose numbers are computed with in fp32.
 _IN_FP32 = (*_OPTIONAL_SECTIONS[:-1], "grad_norm", "grad_clipping", "deepspeed_config")
 
-_MAX_EPOCHS = 2**31 - 1
-
 # Of a buffer in elements: 4 TB in fp32.
 _BUCKET, _MAX_BUCKET = "deepspeed_config.zero_optimization.reduce_bucket_size", 10**12
 
 
 def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
     """Refuses numbers that are too large for PyTorch or a C++ library."""
-    num_epochs = trainer.get("num_epochs")
-    if is_number(num_epochs) and num_epochs > _MAX_EPOCHS:
-        errors.add(f"'trainer.num_epochs' is {num_epochs}: must be at most {_MAX_EPOCHS}")
     bucket = lookup(trainer, _BUCKET)
     if is_number(bucket) and bucket > _MAX_BUCKET:
         errors.add(f"'trainer.{_BUCKET}' is {as_json(bucket)}: must be at most {_MAX_BUCKET}")
