@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.command import python
 
-# Two to three minutes each.
+# A minute or more each.
 pytestmark = pytest.mark.soak
 
 
