@@ -21,7 +21,7 @@ ENVIRONMENT_VARIABLE = "BENCHMARK_CELL"
 
 class Cell(NamedTuple):
     """
-    What one command trains.
+    The training of one command.
 
     # Parameters
 
@@ -69,7 +69,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def read(cls) -> "Cell":
-        """Reads that of this command."""
+        """Reads the cell of this command."""
         return cls(**json.loads(os.environ[ENVIRONMENT_VARIABLE]))
 
     def deepspeed_config(self) -> Dict[str, Any]:
@@ -88,7 +88,7 @@ class Cell(NamedTuple):
 
 class Result(NamedTuple):
     """
-    What a worker sends at its end.
+    The measurements of a worker, sent at its end.
 
     # Parameters
 
@@ -112,7 +112,7 @@ class Result(NamedTuple):
 
 class Recorder:
     """
-    To be constructed on every rank before the first step. A tool calls `loss` for each micro-batch
+    Every rank must construct it before the first step. A tool calls `loss` for each micro-batch
     and `step` after each optimizer step. Between two segments a training waits for its turn.
 
     # Parameters

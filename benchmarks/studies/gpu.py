@@ -1,14 +1,15 @@
 """
-Everything that is to be known of a GPU, in blocks of less than 10 minutes that need no network.
+Runs the tests and measurements that need a GPU, in blocks of less than 10 minutes that need no
+network.
 
 - `tests`: the tests that are marked for GPUs.
-- `parity`: the deepspeed trainer at each stage beside `gradient_descent`.
+- `parity`: the deepspeed trainer at each stage compared with `gradient_descent`.
 - `real`: the models of the study "real".
-- `decoder`: a decoder of 350 million parameters in bf16 beside bare DeepSpeed, Accelerate,
+- `decoder`: a decoder of 350 million parameters in bf16, compared with bare DeepSpeed, Accelerate,
   `fully_shard` and Lightning.
-- `optimizers`: fused Adam and AdamW beside those of PyTorch.
+- `optimizers`: fused Adam and AdamW compared with those of PyTorch.
 - `compile`: `torch_compile`.
-- `offload`: what it saves in memory, and what it costs in time.
+- `offload`: memory and time with the optimizer and the parameters offloaded.
 - `profile`: the share of a step in which the host waits for the device, which is to be less than
   2 %.
 
