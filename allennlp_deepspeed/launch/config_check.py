@@ -429,7 +429,14 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
             errors.add(f"unknown key '{name}' in 'trainer': {place}")
             del keys[name]
     check_names("trainer", known, keys, errors)
-    check_values("trainer", {**TRAINER_KEYS, **INHERITED_TRAINER_KEYS}, keys, errors)
+    declared = inspect.signature(DeepSpeedTrainer.from_partial_objects).parameters
+    inherited = {
+        name: key
+        for name, key in INHERITED_TRAINER_KEYS.items()
+        # A subclass may accept other values.
+        if name in arguments and arguments[name].annotation == declared[name].annotation
+    }
+    check_values("trainer", {**TRAINER_KEYS, **inherited}, keys, errors)
     if isinstance(trainer.get("cuda_device"), list):
         several = json.dumps({"cuda_devices": trainer["cuda_device"]})
         errors.add(

@@ -1,7 +1,7 @@
 """What is said of a whole config before anything is read or started."""
 
 import json
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
@@ -246,6 +246,21 @@ class OwnTrainerWithKey(DeepSpeedTrainer):
 
     def __init__(self, *args: Any, alpha: float = 0.5, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+
+
+@Trainer.register("own_deepspeed_for_hours", constructor="for_hours")
+class OwnTrainerForHours(DeepSpeedTrainer):
+    """A user's, whose number of epochs may be unset."""
+
+    @classmethod
+    def for_hours(cls, num_epochs: Optional[int] = None, **kwargs: Any) -> "OwnTrainerForHours":
+        return cls(num_epochs=num_epochs or 10**6, **kwargs)
+
+
+def test_a_subclass_may_accept_other_values() -> None:
+    preflight.check(Params(experiment(type="own_deepspeed_for_hours", num_epochs=None)))
+    (line,) = errors_of(experiment(type="own_deepspeed_for_hours", patience=0))
+    assert line.startswith("'trainer.patience' is 0")
 
 
 @Checkpointer.register("own_checkpointer")
