@@ -110,8 +110,8 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
     # Raises
 
     `CheckpointError`
-        If there is no such checkpoint, or a file of it is missing or damaged, in a source or in the
-        copy.
+        If there is no such checkpoint, if the directories have different complete checkpoints of
+        the same name, or if a file is missing or damaged, in a source or in the copy.
     """
     directories = [CheckpointDirectory(path) for path in serialization_dirs]
     point, parts = _newest_parts(directories, epoch)
@@ -172,18 +172,29 @@ def _newest_parts(
     for point in _points(directories, epoch):
         paths = [d.path(point) for d in directories if os.path.isdir(d.path(point))]
         records = {path: CommitRecord.read(path) for path in paths}
-        # Checkpoints of this name with another ID are of a training that was not continued.
+        complete: List[Dict[str, CommitRecord]] = []
+        # Parts with another ID are of another checkpoint, such as one of a training that was not
+        # continued.
         for id_ in dict.fromkeys(record.id for record in records.values()):
             parts = {path: record for path, record in records.items() if record.id == id_}
             missing = _missing_ranks(list(parts.values()))
             if not missing:
-                return point, parts
+                complete.append(parts)
+                continue
             record = next(iter(parts.values()))
             first_problem = first_problem or (
                 f"{' and '.join(parts)} {'are parts' if len(parts) > 1 else 'is a part'} of a "
                 f"checkpoint, but {record.description(sorted(missing))} are missing. Pass the "
                 "serialization directories of all nodes, in any order."
             )
+        if len(complete) > 1:
+            checkpoints = "; ".join(" and ".join(parts) for parts in complete)
+            raise CheckpointError(
+                f"There are {len(complete)} different complete checkpoints of the same name: "
+                f"{checkpoints}. Pass the serialization directories of one of them."
+            )
+        if complete:
+            return point, complete[0]
     raise CheckpointError(str(first_problem))
 
 

@@ -31,6 +31,14 @@ def _check_patterns(name: str, patterns: Any) -> None:
             ) from None
 
 
+def _check_cuda_devices(devices: List[int]) -> None:
+    if min(devices) < 0 <= max(devices):
+        raise ConfigurationError(
+            f"'distributed.cuda_devices' is {json.dumps(devices)}, but workers on GPUs and on the "
+            "CPU can't train together: write a GPU index for each worker, or -1 for each."
+        )
+
+
 def _check_validation_metric(value: Any) -> None:
     names = value if isinstance(value, list) else [value]
     if not names or not all(isinstance(n, str) and re.match("[+-].", n) for n in names):
@@ -387,6 +395,7 @@ ALLENNLP_DISTRIBUTED_KEYS: Dict[str, Key] = {
         doc="",
         advice="must be a list with the GPU index of each worker of a node, such as [0, 1], or -1 "
         "for the CPU, such as [-1, -1]",
+        check=_check_cuda_devices,
     ),
     "ddp_accelerator": Key(OBJECT, default=None, doc=""),
     "num_nodes": Key(PositiveInt, default=1, doc="", advice="must be an integer, at least 1"),

@@ -46,6 +46,7 @@ from allennlp_deepspeed.engine.optimizer_check import check_optimizer
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
+from allennlp_deepspeed.training.construction import check_schedule
 from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
@@ -248,6 +249,8 @@ def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
         refuse_grad_cache(config["trainer"])
         if finds_micro_batch_size(config["trainer"]):
             _check_divisible(model, config.get("data_loader"))
+    with errors.collect():
+        check_schedule(config["trainer"].get("learning_rate_scheduler"))
     callbacks = config["trainer"].get("callbacks")
     for callback in callbacks if isinstance(callbacks, list) else []:
         name = registered_name(callback)

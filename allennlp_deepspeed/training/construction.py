@@ -103,7 +103,7 @@ def construct(
     `Arguments`
         The arguments of AllenNLP's trainer, all constructed. The engine is its `ddp_wrapped_model`.
     """
-    _check_schedule(arguments["learning_rate_scheduler"])
+    check_schedule(arguments["learning_rate_scheduler"])
     _check_global_batch(arguments, data_loader)
     find_unused_parameters = _find_unused_parameters(arguments["ddp_accelerator"])
     check_same_data(
@@ -154,7 +154,7 @@ def construct(
                 if batches_per_epoch is None
                 else math.ceil(batches_per_epoch / config.num_gradient_accumulation_steps),
             )
-        _check_schedule(schedule)
+        check_schedule(schedule)
         return {
             **{name: value for name, value in arguments.items() if name not in _OURS},
             "learning_rate_scheduler": schedule,
@@ -275,12 +275,20 @@ def _construct_part(part: Any, **arguments: Any) -> Any:
     return part.construct(**arguments) if isinstance(part, Lazy) else part
 
 
-def _check_schedule(schedule: Any) -> None:
+def check_schedule(schedule: Any) -> None:
+    """
+    Checks a learning rate scheduler, or its section of the config.
+
+    # Raises
+
+    `ConfigurationError`
+        If it unfreezes parameters during training.
+    """
     if _unfreezes(schedule):
         raise ConfigurationError(
-            "'trainer.learning_rate_scheduler.gradual_unfreezing' is true, but DeepSpeed doesn't "
-            "support freezing or unfreezing during training. Remove it, or freeze parameters by "
-            "'trainer.no_grad'."
+            "'trainer.learning_rate_scheduler' has \"gradual_unfreezing\": true, but DeepSpeed "
+            "doesn't support freezing or unfreezing during training. Remove it, or freeze "
+            "parameters by 'trainer.no_grad'."
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Dict, List
 
 import pytest
 
+from allennlp_deepspeed.checkpoint.commit_record import CommitRecord
 from tests.support.command import Command as AllenNlp
 from tests.support.command import Run, allennlp, wait_for_all
 from tests.support.experiment import ONE_PROCESS, load_config
@@ -35,6 +36,10 @@ def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
     no_archive = tmp_path / "broken.tar.gz"
     no_archive.write_text("no archive")
     (empty / "checkpoint_e1_b0").mkdir()
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for run in runs:
+        (run / "checkpoint_e1_b0").mkdir(parents=True)
+        CommitRecord(1, 0, 1, 0, {}, id=run.name).write(str(run / "checkpoint_e1_b0"))
     export = ("deepspeed", "export")
     cases: List[Any] = [
         ((*export, nowhere), "There is no checkpoint in"),
@@ -44,12 +49,13 @@ def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
         ((*export, no_archive, "--format", "huggingface"), "is not an AllenNLP archive"),
         ((*export, archive, "--format", "huggingface"), "is an archive without weights"),
         (("deepspeed", "gather", nowhere, "--output", tmp_path), "There is no checkpoint in"),
+        (("deepspeed", "gather", *runs, "--output", tmp_path), "2 different complete"),
         (("deepspeed", "report", nowhere), "There is no metrics.jsonl in"),
         (("deepspeed", "estimate", nowhere), "nowhere"),
     ]
     commands = [AllenNlp(*arguments, include_packages=NAMES) for arguments, _ in cases]
-    for run, (_, text) in zip(wait_for_all(commands, 120), cases, strict=True):
-        assert_ends_with_line(run, text)
+    for result, (_, text) in zip(wait_for_all(commands, 120), cases, strict=True):
+        assert_ends_with_line(result, text)
 
 
 @pytest.mark.parametrize("markup", ["[bold]", "[/b]"])

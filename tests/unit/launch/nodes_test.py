@@ -24,6 +24,7 @@ TWO_NODES: Config = {
     "section, expected",
     [
         ({"timeuot": 60}, 'did you mean "timeout"?'),
+        ({"cuda_devices": [0, -1]}, "'distributed.cuda_devices' is [0, -1], but workers on GPUs"),
         ({"timeout": 0}, "'distributed.timeout' is 0: must be a number of seconds above 0"),
         ({"max_restarts": -1}, "'distributed.max_restarts' is -1: must be an integer, at least 0"),
         ({"primary_port": 0}, "'distributed.primary_port' is unset"),

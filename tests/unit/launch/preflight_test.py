@@ -221,6 +221,8 @@ def changed(changes: Dict[str, Any]) -> Dict[str, Any]:
         {"trainer.callbacks": ["tensorboard", {"type": "wandb", "project": "p"}]},
         {"trainer.callbacks": [["tensorboard"]]},  # which AllenNLP refuses
         {"trainer.optimizer": {"type": "sgd", "lr": 1, "parameter_groups": [[["a"], {"lr": 2}]]}},
+        {"trainer.learning_rate_scheduler": None},
+        {"trainer.learning_rate_scheduler": {"type": "slanted_triangular"}},
     ],
     ids=json.dumps,
 )
@@ -228,6 +230,13 @@ def test_what_allennlp_takes_is_taken(changes: Dict[str, Any]) -> None:
     before = {cls: dict(names) for cls, names in Registrable._registry.items()}
     preflight.check(Params(changed(changes)))
     assert {cls: dict(names) for cls, names in Registrable._registry.items()} == before
+
+
+def test_unfreezing_is_refused_before_workers_start() -> None:
+    triangle = {"type": "slanted_triangular", "gradual_unfreezing": True}
+    for scheduler in (triangle, {"type": "combined", "schedulers": [[1, triangle]]}):
+        (line,) = errors_of(changed({"trainer.learning_rate_scheduler": scheduler}))
+        assert line.startswith("'trainer.learning_rate_scheduler' has \"gradual_unfreezing\": true")
 
 
 @Trainer.register("own_deepspeed", constructor="from_partial_objects")
