@@ -173,8 +173,8 @@ def _newest_parts(
         paths = [d.path(point) for d in directories if os.path.isdir(d.path(point))]
         records = {path: CommitRecord.read(path) for path in paths}
         complete: List[Dict[str, CommitRecord]] = []
-        # Parts with another ID are of another checkpoint, such as one of a training that was not
-        # continued.
+        # Parts with another ID belong to another checkpoint, such as one of a run that was not
+        # resumed.
         for id_ in dict.fromkeys(record.id for record in records.values()):
             parts = {path: record for path, record in records.items() if record.id == id_}
             missing = _missing_ranks(list(parts.values()))
