@@ -175,9 +175,12 @@ def copy(path: str, new_path: str) -> None:
 
 
 def _copy_contents(path: str, new_path: str) -> None:
-    with open_regular(path) as source, _add_path_to_errors(new_path):
-        with open(new_path, "xb") as copy:
-            shutil.copyfileobj(source, copy, _CHUNK_SIZE)
+    with (
+        open_regular(path) as source,
+        _add_path_to_errors(new_path),
+        open(new_path, "xb") as copy,
+    ):
+        shutil.copyfileobj(source, copy, _CHUNK_SIZE)
 
 
 def rename(path: str, new_path: str) -> None:

@@ -311,9 +311,7 @@ _CHECKS: Dict[str, Callable[[Any], bool]] = {
     "world_size": lambda value: is_count(value, 1, _MAX_WORLD_SIZE),
     "zero_stage": lambda value: is_count(value, maximum=3),
     "parameters": _maps_to(_is_shape),
-    "files": lambda value: (
-        _maps_to(_is_file_record)(value) and all(map(_is_file_name, value))
-    ),
+    "files": lambda value: _maps_to(_is_file_record)(value) and all(map(_is_file_name, value)),
     "versions": _maps_to(_is_text),
     "frozen": _maps_to(_is_frozen_record),
     "hosts": _are_texts,

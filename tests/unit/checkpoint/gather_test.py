@@ -55,7 +55,9 @@ def write_whole(directory: Path) -> Path:
     (directory / "vocabulary" / "labels.txt").write_text("a")
     (directory / "config.json").write_text("{}")
     record = CommitRecord(1, 0, 1, 2, {"weight": [2]}, id="new", hosts=["a"])
-    record.files = {n: FileRecord.from_file(str(checkpoint / n)) for n in file_names(str(checkpoint))}
+    record.files = {
+        n: FileRecord.from_file(str(checkpoint / n)) for n in file_names(str(checkpoint))
+    }
     record.vocabulary = vocabulary_files.checksums(str(directory))
     record.write(str(checkpoint))
     return checkpoint
