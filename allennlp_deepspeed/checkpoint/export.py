@@ -20,9 +20,12 @@ from allennlp.models.archival import CONFIG_NAME, archive_model
 from allennlp_deepspeed import files, frozen_weights, lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
-from allennlp_deepspeed.checkpoint.offline import find_checkpoint, split_checkpoint_path
+from allennlp_deepspeed.checkpoint.offline import (
+    find_checkpoint,
+    read_weights,
+    split_checkpoint_path,
+)
 from allennlp_deepspeed.checkpoint.saved_config import read_config
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.meta_model import construct_without_weights
 
 logger = logging.getLogger(__name__)
@@ -135,7 +138,7 @@ def _output_dir(serialization_dir: str, checkpoint: str, output_dir: Optional[st
 
 def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Dict[str, Any]:
     """Returns the full `state_dict` of the model, in fp32."""
-    state_dict = ShardedCheckpoint(checkpoint).state_dict()
+    state_dict = read_weights(checkpoint)
     if not record.frozen:
         return state_dict
     model = frozen_parameters.construct_model(serialization_dir)

@@ -24,10 +24,10 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.offline import (
     check_archive,
     find_checkpoint,
+    read_weights,
     split_checkpoint_path,
 )
 from allennlp_deepspeed.checkpoint.saved_config import read_config
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.language_modeling import pretrained
 from allennlp_deepspeed.language_modeling.end_tokens import set_end_tokens
 from allennlp_deepspeed.meta_model import construct_without_weights
@@ -182,7 +182,7 @@ def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterat
     suffix = os.path.basename(checkpoint).removeprefix("checkpoint")
     yield _TrainedModel(
         serialization_dir,
-        ShardedCheckpoint(checkpoint).state_dict(),
+        read_weights(checkpoint),
         os.path.join(serialization_dir, _DIRECTORY_NAME + suffix),
         checkpoint,
         record,

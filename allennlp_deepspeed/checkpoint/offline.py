@@ -6,7 +6,7 @@ needed.
 import os
 import stat
 from dataclasses import replace
-from typing import Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
@@ -19,6 +19,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
     PointInTime,
 )
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 
 # Files that AllenNLP writes into a serialization directory and that resuming needs.
 _VOCABULARY = "vocabulary"
@@ -89,6 +90,25 @@ def find_checkpoint(
     if problem is not None:
         raise CheckpointError(problem)
     return directory, record
+
+
+def read_weights(checkpoint: str) -> Dict[str, Any]:
+    """
+    Returns the full `state_dict` of a checkpoint that `find_checkpoint` has found, in fp32.
+
+    # Raises
+
+    `CheckpointError`
+        If its files are those in its record, but don't contain what this package saves.
+    """
+    try:
+        return ShardedCheckpoint(checkpoint).state_dict()
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(
+            f"The weights in {checkpoint} could not be read ({reason}): it was not written by this "
+            "package."
+        ) from error
 
 
 def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[int] = None) -> str:

@@ -176,7 +176,7 @@ def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
             errors.add(f"'{path}' is {as_json(section)}: {_MUST_BE_SECTION}")
         elif not isinstance(registered_name(section), str):
             name = as_json(registered_name(section))
-            errors.add(f"'{path}.type' is {name}: must be a registered name, or remove the key")
+            errors.add(f"'{path}.type' is {name}: must be a registered name")
 
 
 # Sections and keys of the trainer whose numbers are computed with in fp32.

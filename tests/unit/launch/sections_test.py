@@ -22,7 +22,7 @@ WRONG = [
     {"trainer.callbacks": [None, "record_steps", 3]},
     {"trainer.optimizer": False, "trainer.checkpointer": [], "trainer.moving_average": 0.9},
     *({"distributed": value} for value in (False, 0, "")),
-    *({f"trainer.{name}.type": {"a": 1}} for name in ("optimizer", "learning_rate_scheduler")),
+    {"trainer.optimizer.type": {"a": 1}},
     {"model.type": None, "trainer.optimizer.type": ["sgd"], "trainer.callbacks": [{"type": 3}]},
     {"trainer.optimizer": {"type": "sgd", "lr": 1e300}},
     {"trainer.optimizer": {"type": "adam", "parameter_groups": [[["bias"], {"lr": 1e300}]]}},
