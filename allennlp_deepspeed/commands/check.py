@@ -6,6 +6,7 @@ from typing import Any, Dict, List
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.commands.dry_run import DryRun
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
@@ -48,6 +49,7 @@ class Check:
                     'checked: write it, or add -o \'{"trainer.type": "deepspeed"}\' to the '
                     "command."
                 )
+            print(DryRun(params).run())
         filled = _FilledValues()
         resolved = _resolved(params, filled)
         print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")

@@ -61,6 +61,8 @@ def explain(error: Any, value: Any) -> Tuple[List[str], str]:
         message = f"must be one of {', '.join(choices)}"
     elif error["type"] in ("model_type", "dict_type"):
         message = "must be an object"
+        if isinstance(error["input"], bool):
+            message += f', such as {{"enabled": {as_json(error["input"])}}}'
     elif error["type"] == "extra_forbidden":
         return keys, " is set twice: by its name and by an alias"
     if isinstance(error["input"], (dict, BaseModel)):
