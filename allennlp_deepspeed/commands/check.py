@@ -8,6 +8,8 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.commands.dry_run import DryRun
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
+from allennlp_deepspeed.commands.memory_estimate import Estimator
+from allennlp_deepspeed.commands.trial import Trial
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.config.unset_values import configured_value
@@ -35,6 +37,12 @@ class Check:
         )
         subparser = parser.add_parser("check", description=description, help=description)
         add_config(subparser)
+        subparser.add_argument(
+            "--try",
+            dest="tries",
+            action="store_true",
+            help="also train two steps with the first instances, in a temporary directory",
+        )
         subparser.set_defaults(func=self.run)
         return subparser
 
@@ -49,11 +57,18 @@ class Check:
                     'checked: write it, or add -o \'{"trainer.type": "deepspeed"}\' to the '
                     "command."
                 )
-            print(DryRun(params).run())
+            dry_run = DryRun(params)
+            constructed = dry_run.run()
         filled = _FilledValues()
         resolved = _resolved(params, filled)
         print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")
         print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
+        print(constructed, flush=True)
+        if args.tries:
+            with only_warnings():
+                states = Estimator(params, model=dry_run.model).states_of_config()
+            packages = getattr(args, "include_package", None) or []
+            Trial(params, packages, resolved["train_batch_size"], states).run()
 
 
 class _FilledValues(logging.Handler):

@@ -58,6 +58,7 @@ class DryRun:
         self._errors = ConfigErrors()
         self._constructed: List[str] = []
         self._skipped: List[str] = []
+        self.model: Optional[Model] = None
 
     def run(self) -> str:
         """
@@ -79,10 +80,9 @@ class DryRun:
             )
         with tempfile.TemporaryDirectory() as directory, _quiet():
             vocabulary = self._make_vocabulary(self._make_loaders(self._make_readers()), directory)
-            model = None
             if vocabulary is not None:
-                model = self._construct_model(vocabulary, directory)
-            self._construct_parts(model, directory)
+                self.model = self._construct_model(vocabulary, directory)
+            self._construct_parts(self.model, directory)
         self._errors.raise_any()
         text = f"Constructed: {', '.join(self._constructed)}."
         return text + "".join(f"\nNot constructed: {reason}." for reason in self._skipped)

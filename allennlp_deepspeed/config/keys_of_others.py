@@ -18,7 +18,7 @@ _INSTEAD = {
     "per_device_eval_batch_size": "write 'validation_data_loader.batch_size'",
     "num_train_epochs": "write 'trainer.num_epochs'",
     "max_epochs": "write 'trainer.num_epochs'",
-    "max_steps": "write 'data_loader.batches_per_epoch', in micro-batches, and 'trainer.num_epochs'",
+    "max_steps": "write 'data_loader.batches_per_epoch', in micro-batches, and 'num_epochs'",
     "lr": "write 'trainer.optimizer.lr'",
     "learning_rate": "write 'trainer.optimizer.lr'",
     "weight_decay": "write 'trainer.optimizer.weight_decay'",

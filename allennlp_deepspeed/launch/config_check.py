@@ -19,6 +19,7 @@ from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config import keys_of_others
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import (
@@ -28,7 +29,6 @@ from allennlp_deepspeed.config.global_batch import (
     no_fixed_size_error,
     refuse_grad_cache,
 )
-from allennlp_deepspeed.config import keys_of_others
 from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.own_keys import (
     CHECKPOINTER_KEYS,

@@ -114,6 +114,11 @@ def is_raised_in_reading(error: BaseException) -> bool:
     )
 
 
+def explanation(error: BaseException) -> str:
+    """Returns the message with which the command would end after this error."""
+    return getattr(error, _ATTRIBUTE, None) or construction_errors.shortened(error)
+
+
 def show_instead_of_traceback(error: BaseException, message: str) -> None:
     """Makes the command end with a message instead of the traceback."""
     setattr(error, _ATTRIBUTE, message)
