@@ -7,7 +7,6 @@ import builtins
 import copy
 import io
 import logging
-import os
 import tempfile
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.common.tqdm import Tqdm
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
+from allennlp.nn import InitializerApplicator
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
@@ -109,7 +109,7 @@ class DryRun:
             reader = readers.get("dataset_reader")
             if name != "train" and "validation_dataset_reader" in self._config:
                 reader = readers.get("validation_dataset_reader")
-            if reader is None or not self._exists(key, path):
+            if reader is None:
                 is_complete = False
                 continue
             section = "data_loader"
@@ -133,23 +133,6 @@ class DryRun:
                 f"data loaders (up to {NUM_INSTANCES} instances of {', '.join(loaders)})"
             )
         return loaders
-
-    def _exists(self, key: str, path: Any) -> bool:
-        """Returns whether data can be read here, and adds an error if a local file is missing."""
-        for each in path.values() if isinstance(path, dict) else [path]:
-            if not isinstance(each, str):
-                self._errors.add(f"'{key}' is {as_json(each)}: must be a path")
-                return False
-            is_pattern = any(character in each for character in "*?[,!{")
-            if "://" in each or is_pattern or os.path.exists(each):
-                continue
-            self._errors.add(
-                f"'{key}' is {as_json(each)}, which doesn't exist in {os.getcwd()}"
-                if not os.path.isabs(each)
-                else f"'{key}' is {as_json(each)}, which doesn't exist"
-            )
-            return False
-        return True
 
     def _make_vocabulary(
         self, loaders: Optional[Dict[str, DataLoader]], directory: str
@@ -184,7 +167,18 @@ class DryRun:
             return vocabulary
         return None
 
+    def _construct_initializers(self, section: Any, path: str) -> None:
+        """Constructs the initializers of a model, which is constructed without them."""
+        items: Any = section.items() if isinstance(section, dict) else ()
+        for key, part in enumerate(section) if isinstance(section, list) else items:
+            if key == "initializer" and isinstance(part, dict):
+                with self._collect(f"{path}.{key}"):
+                    InitializerApplicator.from_params(_params(part))
+            else:
+                self._construct_initializers(part, f"{path}.{key}")
+
     def _construct_model(self, vocabulary: Vocabulary, directory: str) -> Optional[Model]:
+        self._construct_initializers(self._config["model"], "model")
         with self._collect("model"):
             model = construct_without_weights(self._params, vocabulary, directory)
             freeze(model, self._config["trainer"].get("no_grad") or [])
@@ -237,6 +231,10 @@ class DryRun:
             try:
                 yield
             except Exception as error:
+                if isinstance(error, failures.WRONG_PATHS) and data_key:
+                    path = self._config[data_key]
+                    self._errors.add(failures.describe_wrong_path(error, data_key, path))
+                    return
                 if failures.is_raised_in_reading(error):
                     where = f"'{data_key}', {counted[-1]}" if counted else f"'{data_key}'"
                     self._errors.add(f"{where}: {construction_errors.shortened(error)}")
@@ -282,11 +280,7 @@ class _CountedFile(io.TextIOWrapper):
 
     num_lines = 0
 
-    def __next__(self) -> str:  # type: ignore[override]
-        line = super().__next__()
-        self.num_lines += 1
-        return line
-
+    # A subclass's `readline` is also called for each line of a loop.
     def readline(self, *args: Any) -> str:  # type: ignore[override]
         self.num_lines += 1
         return super().readline(*args)

@@ -23,6 +23,7 @@ from allennlp.training.callbacks import TrainerCallback
 from rich.filesize import decimal
 from typing_extensions import override
 
+import allennlp_deepspeed
 from allennlp_deepspeed.engine.model_states import ModelStates
 from allennlp_deepspeed.launch import failures
 
@@ -190,8 +191,8 @@ class Trial:
         peak = next(event["memory"] for event in events if event["name"] == _ENDED)
         states = self._states.gpu.total + self._states.cpu.total
         print(
-            f"  peak memory of rank 0: {decimal(peak)}, of which model states and buffers, by "
-            f"'estimate': {decimal(states)}",
+            f"  peak memory of rank 0: {decimal(peak)} ('estimate' counts {decimal(states)} of "
+            "model states and buffers)",
             flush=True,
         )
 
@@ -217,17 +218,18 @@ _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 def _in_a_line(text: str) -> str:
-    """Returns the error of a traceback, and the last line of code outside of libraries."""
-    if not _FRAME.search(text):
+    """Returns the error of a traceback, and the last line of the user's code in it."""
+    frames = list(_FRAME.finditer(text))
+    if not frames:
         return text
-    error = text.strip().splitlines()[-1]
-    libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    frames = [
-        f"{path}, line {line}, in {function}"
-        for path, line, function in _FRAME.findall(text)
-        if not any(path.startswith(library) for library in libraries)
-    ]
-    return f"{error} ({frames[-1]})" if frames else error
+    error = next(line for line in text[frames[-1].end() :].splitlines() if line[:1].strip())
+    packages = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
+    packages.append(os.path.dirname(allennlp_deepspeed.__file__))
+    own = [frame for frame in frames if not frame.group(1).startswith(tuple(packages))]
+    if not own:
+        return error
+    path, line, function = own[-1].groups()
+    return f"{error} ({path}, line {line}, in {function})"
 
 
 def _seconds(seconds: float) -> str:

@@ -34,6 +34,15 @@ def did_you_mean(
     return f"see {page}"
 
 
+def unregistered(path: str, name: Any, known: List[str]) -> str:
+    """Returns the message about a type that no class is registered with."""
+    hint = did_you_mean(str(name), known, page="the names that AllenNLP and your packages register")
+    return (
+        f"'{path}' is {as_json(name)}, which is not registered: {hint} (for a class of your own, "
+        "add its package with --include-package)"
+    )
+
+
 # Sections that are often written as true.
 _EXAMPLES = {
     **dict.fromkeys(("bf16", "fp16", "torch_autocast"), '{"enabled": true}'),

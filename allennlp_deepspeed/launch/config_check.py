@@ -85,6 +85,7 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     _check_sections(config, errors)
     if has_known_train_loop(config):
         section_check.check_top_level(config, errors)
+        section_check.check_registered(config, errors)
         section_check.check_batch_sizes(config, errors)
     _check_sizes(config["trainer"], errors)
     nodes.check(config.get("distributed"), errors)

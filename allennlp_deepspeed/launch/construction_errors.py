@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional
 from allennlp.common import Lazy, Params, cached_transformers, from_params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.keys import did_you_mean
+from allennlp_deepspeed.config.keys import did_you_mean, unregistered
 from allennlp_deepspeed.config.values import as_json
 
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
@@ -185,7 +185,9 @@ def _parameters(frames: List[FrameType]) -> List[str]:
     """Returns the names of the arguments that can be written for what was being constructed."""
     frame = _last(frames, from_params.create_kwargs)
     if frame is not None and "parameters" in frame.f_locals:
-        given = frame.f_locals.get("extras", {})
+        # Objects that AllenNLP passes. Numbers that it passes can be written, too.
+        extras = frame.f_locals.get("extras", {}).items()
+        given = [name for name, value in extras if not isinstance(value, (int, float))]
         return [name for name in frame.f_locals["parameters"] if name not in ("self", *given)]
     cls = _class(frames)
     try:
@@ -212,11 +214,7 @@ def _describe_unknown_name(path: str, name: str, frames: List[FrameType]) -> str
     frame = _last(frames, Params.pop_choice)
     assert frame is not None
     known = [str(choice) for choice in frame.f_locals["choices"]]
-    hint = did_you_mean(name, known, page="the names that AllenNLP and your packages register")
-    return (
-        f"'{path}.{frame.f_locals['key']}' is {as_json(name)}, which is not registered: {hint} "
-        "(for a class of your own, add its package with --include-package)"
-    )
+    return unregistered(f"{path}.{frame.f_locals['key']}", name, known)
 
 
 def _reasons(error: BaseException) -> str:

@@ -6,10 +6,11 @@ names the keys; the traceback is in the log files. Callers of `train_model` get 
 import functools
 import json
 import logging
+import os
 import re
 import sys
 import traceback
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 from allennlp.commands import train as train_command
 from allennlp.common import Params
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_explanation_for_command"
 
 # Wrong paths of data. Other errors of the file system may not recur when workers are restarted.
-_WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def install() -> None:
@@ -96,13 +97,34 @@ def config_error_message(error: BaseException) -> Optional[str]:
     """
     if isinstance(error, ConfigurationError):
         message = "\n".join(construction_errors.explain(error) or [error.message])
-    elif isinstance(error, _WRONG_PATHS) and is_raised_in_reading(error):
-        message = f"Data could not be read: {error}"
+    elif isinstance(error, WRONG_PATHS) and is_raised_in_reading(error):
+        message = describe_wrong_path(error, *_data_path(error))
     elif construction_errors.is_raised_in_construction(error):
         message = "\n".join(construction_errors.describe(error))
     else:
         return None
     return message
+
+
+def describe_wrong_path(error: OSError, key: str, path: Any) -> str:
+    """Describes why the data of a key can't be read."""
+    reason = f"{error.strerror}: {error.filename}" if error.filename else error
+    return (
+        f"'{key}' is {json.dumps(path, default=repr)}, which could not be read: {reason} (the "
+        f"working directory is {os.getcwd()})"
+    )
+
+
+def _data_path(error: BaseException) -> Tuple[str, Any]:
+    """Returns the key and the path of the data that were being read."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    read = [frame.f_locals["file_path"] for frame in frames if "file_path" in frame.f_locals]
+    for frame in frames:
+        for key in ("train_data_path", "validation_data_path", "test_data_path"):
+            path = frame.f_locals.get(key)
+            if path is not None and path in read:
+                return key, path
+    return "train_data_path", read[0] if read else None
 
 
 def is_raised_in_reading(error: BaseException) -> bool:

@@ -4,12 +4,21 @@ AllenNLP finds them wrong after it has read the data, or not at all.
 """
 
 import inspect
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Dict, Iterator, List, Tuple, Type
 
 from allennlp.commands.train import TrainModel
+from allennlp.common import Registrable
+from allennlp.data import DataLoader, DatasetReader
+from allennlp.models import Model
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.momentum_schedulers import MomentumScheduler
+from allennlp.training.moving_average import MovingAverage
+from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.keys import did_you_mean
+from allennlp_deepspeed.config.keys import did_you_mean, unregistered
+from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.values import as_json, is_integer, unquoted
 
 # Of AllenNLP's train command, which doesn't pass them to the train loop.
@@ -47,6 +56,52 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
         if name not in known:
             hint = _FORMER.get(name) or did_you_mean(name, known, page="docs/configuration.md")
             errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
+
+
+def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
+    """
+    Refuses types that no class is registered with.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A complete training configuration with AllenNLP's train loop or this package's.
+    errors : `ConfigErrors`, required.
+        Collects a line for each.
+    """
+    trainer = config["trainer"]
+    callbacks = trainer.get("callbacks")
+    sections: List[Tuple[str, Any, Type[Registrable]]] = [
+        *((name, config.get(name), base) for name, base in _BASES.items()),
+        *((f"trainer.{name}", trainer.get(name), base) for name, base in _TRAINER_BASES.items()),
+        *(
+            (f"trainer.callbacks.{i}", callback, TrainerCallback)
+            for i, callback in enumerate(callbacks if isinstance(callbacks, list) else [])
+        ),
+    ]
+    for path, section, base in sections:
+        name, known = registered_name(section), base.list_available()
+        # A dot is in the name of a class, which AllenNLP imports.
+        is_name = isinstance(name, str) and name != DEFAULT_TYPE and "." not in name
+        if is_name and name not in known:
+            path = path if isinstance(section, str) else f"{path}.type"
+            errors.add(unregistered(path, name, known))
+
+
+_BASES: Dict[str, Type[Registrable]] = {
+    "dataset_reader": DatasetReader,
+    "validation_dataset_reader": DatasetReader,
+    "model": Model,
+    "data_loader": DataLoader,
+    "validation_data_loader": DataLoader,
+}
+
+_TRAINER_BASES: Dict[str, Type[Registrable]] = {
+    "optimizer": Optimizer,
+    "learning_rate_scheduler": LearningRateScheduler,
+    "momentum_scheduler": MomentumScheduler,
+    "moving_average": MovingAverage,
+}
 
 
 def check_batch_sizes(config: Dict[str, Any], errors: ConfigErrors) -> None:
