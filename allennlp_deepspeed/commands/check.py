@@ -25,15 +25,16 @@ _NUM_STEPS = "scheduler.params.total_num_steps"
 
 class Check:
     """
-    Command `allennlp deepspeed check`: refuses the configs that `allennlp train` refuses before it
-    reads data.
+    Command `allennlp deepspeed check`: refuses the configs that `allennlp train` would refuse, and
+    on request those that fail in the first steps.
     """
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Check a config as 'allennlp train' does before it reads data, and print the resolved "
-            "DeepSpeed configuration, with the sources of values that the config leaves unset. If "
-            "keys are wrong, print one line for each and exit with code 1."
+            "Check a config as 'allennlp train' does, construct what it describes from a few "
+            "instances and without weights, and print the resolved DeepSpeed configuration, with "
+            "the sources of values that the config leaves unset. If keys are wrong, print one line "
+            "for each and exit with code 1."
         )
         subparser = parser.add_parser("check", description=description, help=description)
         add_config(subparser)
