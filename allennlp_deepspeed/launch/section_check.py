@@ -60,7 +60,7 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
 
 def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
-    Refuses types that no class is registered with.
+    Refuses types that aren't names, or that no class is registered with.
 
     # Parameters
 
@@ -81,6 +81,8 @@ def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
     ]
     for path, section, base in sections:
         name, known = registered_name(section), base.list_available()
+        if isinstance(section, dict) and not isinstance(name, str):
+            errors.add(f"'{path}.type' is {as_json(name)}: must be a registered name")
         # A dot is in the name of a class, which AllenNLP imports.
         is_name = isinstance(name, str) and name != DEFAULT_TYPE and "." not in name
         if is_name and name not in known:
