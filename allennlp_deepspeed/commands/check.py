@@ -6,7 +6,10 @@ from typing import Any, Dict, List
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed.commands.dry_run import DryRun
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
+from allennlp_deepspeed.commands.memory_estimate import Estimator
+from allennlp_deepspeed.commands.trial import Trial
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.config.unset_values import configured_value
@@ -22,18 +25,25 @@ _NUM_STEPS = "scheduler.params.total_num_steps"
 
 class Check:
     """
-    Command `allennlp deepspeed check`: refuses the configs that `allennlp train` refuses before it
-    reads data.
+    Command `allennlp deepspeed check`: refuses the configs that `allennlp train` would refuse, and
+    on request those that fail in the first steps.
     """
 
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Check a config as 'allennlp train' does before it reads data, and print the resolved "
-            "DeepSpeed configuration, with the sources of values that the config leaves unset. If "
-            "keys are wrong, print one line for each and exit with code 1."
+            "Check a config as 'allennlp train' does, construct what it describes from a few "
+            "instances and without weights, and print the resolved DeepSpeed configuration, with "
+            "the sources of values that the config leaves unset. If keys are wrong, print one line "
+            "for each and exit with code 1."
         )
         subparser = parser.add_parser("check", description=description, help=description)
         add_config(subparser)
+        subparser.add_argument(
+            "--try",
+            dest="tries",
+            action="store_true",
+            help="also train two steps with the first instances, in a temporary directory",
+        )
         subparser.set_defaults(func=self.run)
         return subparser
 
@@ -49,10 +59,18 @@ class Check:
                     'checked: write it, or add -o \'{"trainer.type": "deepspeed"}\' to the '
                     "command."
                 )
+            dry_run = DryRun(params)
+            constructed = dry_run.run()
         filled = _FilledValues()
         resolved = _resolved(params, filled)
         print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")
         print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
+        print(constructed, flush=True)
+        if args.tries:
+            with only_warnings():
+                states = Estimator(params, model=dry_run.model).states_of_config()
+            packages = getattr(args, "include_package", None) or []
+            Trial(params, packages, resolved["train_batch_size"], states).run()
 
 
 class _FilledValues(logging.Handler):

@@ -16,6 +16,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.config.schema_validation import AUTO
+from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.config.values import as_json
 from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.model_states import (
@@ -156,6 +157,8 @@ class Estimator:
         are read. This machine need not be able to train it.
     workers : `int`, optional (default = `None`)
         The number of workers. `None` for the number in the config.
+    model : `Model`, optional (default = `None`)
+        The model of the config, if it has been constructed.
 
     # Raises
 
@@ -163,7 +166,9 @@ class Estimator:
         If training would refuse the config with any placement.
     """
 
-    def __init__(self, params: Params, workers: Optional[int] = None) -> None:
+    def __init__(
+        self, params: Params, workers: Optional[int] = None, model: Optional[Model] = None
+    ) -> None:
         params = params.duplicate()
         preflight.normalize_trainer(params)
         preflight.check(params, on_this_machine=False)
@@ -180,7 +185,7 @@ class Estimator:
         self._requests_cpu = _requests_cpu(config)
         # Data loaders are constructed with the model, and need a batch size.
         fill_batch_size(params.params, num_workers=1)
-        self._model = construct_without_weights(params)
+        self._model = construct_without_weights(params) if model is None else model
         freeze(self._model, self._trainer.get("no_grad") or [])
         self._size, self._largest_parameter, self._largest_module = measure(self._model)
         optimizer = self._trainer.get("optimizer") or Optimizer.default_implementation
@@ -266,17 +271,20 @@ class Estimator:
             check_optimizer(self._optimizer, resolved, device_type)
         except ConfigurationError as error:
             return PlacementEstimate(placement, pasted, problem=str(error))
-        return PlacementEstimate(
-            placement,
-            pasted,
-            states=model_states(
-                self._size,
-                self._optimizer_bytes(),
-                resolved,
-                self._settings.world_size,
-                self._settings.gradient_synchronization == STEP,
-                has_chunks=self._trainer.get("grad_cache") is not None,
-            ),
+        return PlacementEstimate(placement, pasted, states=self._states(resolved))
+
+    def states_of_config(self) -> ModelStates:
+        """Returns the model states of one rank with the placement of the config."""
+        return self._states(self._config.resolve(self._settings))
+
+    def _states(self, resolved: ResolvedConfig) -> ModelStates:
+        return model_states(
+            self._size,
+            self._optimizer_bytes(),
+            resolved,
+            self._settings.world_size,
+            self._settings.gradient_synchronization == STEP,
+            has_chunks=self._trainer.get("grad_cache") is not None,
         )
 
     def _settings_for(self, placement: Placement) -> TrainerSettings:

@@ -34,6 +34,23 @@ def did_you_mean(
     return f"see {page}"
 
 
+def unregistered(path: str, name: Any, known: List[str]) -> str:
+    """Returns the message about a type that no class is registered with."""
+    hint = did_you_mean(str(name), known, page="the names that AllenNLP and your packages register")
+    return (
+        f"'{path}' is {as_json(name)}, which is not registered: {hint} (for a class of your own, "
+        "add its package with --include-package)"
+    )
+
+
+# Sections that are often written as true.
+_EXAMPLES = {
+    **dict.fromkeys(("bf16", "fp16", "torch_autocast"), '{"enabled": true}'),
+    **dict.fromkeys(("offload_optimizer", "offload_param"), '{"device": "cpu"}'),
+    "zero_optimization": '{"stage": 2}',
+}
+
+
 def explain(error: Any, value: Any) -> Tuple[List[str], str]:
     """
     Translates one of pydantic's errors into terms of the config file.
@@ -61,6 +78,8 @@ def explain(error: Any, value: Any) -> Tuple[List[str], str]:
         message = f"must be one of {', '.join(choices)}"
     elif error["type"] in ("model_type", "dict_type"):
         message = "must be an object"
+        if keys and keys[-1] in _EXAMPLES:
+            message += f", such as {_EXAMPLES[keys[-1]]}"
     elif error["type"] == "extra_forbidden":
         return keys, " is set twice: by its name and by an alias"
     if isinstance(error["input"], (dict, BaseModel)):

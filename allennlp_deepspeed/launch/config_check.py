@@ -19,6 +19,7 @@ from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.config import keys_of_others
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import (
@@ -35,7 +36,7 @@ from allennlp_deepspeed.config.own_keys import (
     NEW_TRAINER_KEYS,
     TRAINER_KEYS,
 )
-from allennlp_deepspeed.config.schema_validation import find_key_paths, lookup
+from allennlp_deepspeed.config.schema_validation import lookup
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
@@ -43,7 +44,7 @@ from allennlp_deepspeed.config.values import as_json, is_integer, is_number
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import sequence_groups
 from allennlp_deepspeed.engine.optimizer_check import check_optimizer
-from allennlp_deepspeed.launch import nodes
+from allennlp_deepspeed.launch import nodes, section_check
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
 from allennlp_deepspeed.training.construction import check_schedule
@@ -82,6 +83,10 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     errors = ConfigErrors()
     deepspeed_config: Optional[DeepSpeedConfig] = None
     _check_sections(config, errors)
+    if has_known_train_loop(config):
+        section_check.check_top_level(config, errors)
+        section_check.check_registered(config, errors)
+        section_check.check_batch_sizes(config, errors)
     _check_sizes(config["trainer"], errors)
     nodes.check(config.get("distributed"), errors)
     _check_trainer_keys(config["trainer"], errors)
@@ -118,7 +123,7 @@ def _is_ours(config: Dict[str, Any]) -> bool:
         )
     if not isinstance(trainer, dict):
         return False
-    if not is_deepspeed and (_has_known_train_loop(config) or "type" in trainer):
+    if not is_deepspeed and (has_known_train_loop(config) or "type" in trainer):
         _check_no_own_keys(trainer, trainer_type)
     return is_deepspeed
 
@@ -129,14 +134,14 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     """
     name, known = registered_name(config.get("trainer")), Trainer.list_available()
     is_name = isinstance(name, str) and "." not in name and name != DEFAULT_TYPE
-    if _has_known_train_loop(config) and is_name and name not in known:
+    if has_known_train_loop(config) and is_name and name not in known:
         raise ConfigurationError(
             f"'trainer.type' is {json.dumps(name)}, which is not a registered trainer: "
             f"{did_you_mean(str(name), known)}"
         )
 
 
-def _has_known_train_loop(config: Dict[str, Any]) -> bool:
+def has_known_train_loop(config: Dict[str, Any]) -> bool:
     return config.get("type") in (None, "default", "deepspeed")
 
 
@@ -164,7 +169,7 @@ def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
     sections = {
         f"trainer.{k}": trainer[k] for k in _OPTIONAL_SECTIONS if trainer.get(k) is not None
     }
-    if _has_known_train_loop(config):
+    if has_known_train_loop(config):
         sections.update({name: config[name] for name in _SECTIONS if name in config})
     callbacks = trainer.get("callbacks")
     for i, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
@@ -388,26 +393,6 @@ def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> 
             )
 
 
-# What DeepSpeed, and others who train with it, call keys of the trainer and of the data loader.
-_NAMES_OF_OTHERS = {
-    "gradient_clipping": "write 'trainer.grad_norm'",
-    "max_grad_norm": "write 'trainer.grad_norm'",
-    "gradient_accumulation_steps": "write 'trainer.num_gradient_accumulation_steps'",
-    "batch_size": "write 'data_loader.batch_size'",
-    "train_micro_batch_size_per_gpu": "write 'data_loader.batch_size'",
-    "per_device_train_batch_size": "write 'data_loader.batch_size'",
-    "num_train_epochs": "write 'trainer.num_epochs'",
-}
-
-
-def _section_of(name: str) -> Optional[str]:
-    """Returns advice on where to write a key that other trainers have and this one doesn't."""
-    if name in _NAMES_OF_OTHERS:
-        return _NAMES_OF_OTHERS[name]
-    places = " or ".join(f"'trainer.deepspeed_config.{path}'" for path in find_key_paths(name))
-    return f"write {places}" if places and len(places) < 150 else None
-
-
 def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
     """Refuses unknown keys of the trainer, which AllenNLP would drop silently."""
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
@@ -430,7 +415,7 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
             "[0, 1]} at the top level of the config."
         )
     for name in [name for name in keys if name not in known]:
-        place = _section_of(name)
+        place = keys_of_others.advice(name)
         if place is not None:
             errors.add(f"unknown key '{name}' in 'trainer': {place}")
             del keys[name]

@@ -6,9 +6,11 @@ names the keys; the traceback is in the log files. Callers of `train_model` get 
 import functools
 import json
 import logging
+import os
+import re
 import sys
 import traceback
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 from allennlp.commands import train as train_command
 from allennlp.common import Params
@@ -16,6 +18,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader
 
 from allennlp_deepspeed.engine.worker_failure import user_traceback
+from allennlp_deepspeed.launch import construction_errors
 from allennlp_deepspeed.launch.agent import WorkerFailed
 
 logger = logging.getLogger(__name__)
@@ -23,9 +26,7 @@ logger = logging.getLogger(__name__)
 _ATTRIBUTE = "_explanation_for_command"
 
 # Wrong paths of data. Other errors of the file system may not recur when workers are restarted.
-_WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-
-_MAX_LINES, _MAX_LENGTH = 6, 1_200
+WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def install() -> None:
@@ -95,38 +96,54 @@ def config_error_message(error: BaseException) -> Optional[str]:
     wrong path of data. `None` for any other error.
     """
     if isinstance(error, ConfigurationError):
-        message = error.message
-    elif isinstance(error, _WRONG_PATHS) and _is_raised_in_reading(error):
-        message = f"Data could not be read: {error}"
-    elif _is_raised_in_construction(error):
-        # Without the stack of a C++ error.
-        text = str(error).partition("\nException raised from")[0]
-        lines = [line for line in text.splitlines() if line.strip()]
-        message = f"{type(error).__name__}: " + "\n".join(lines[:_MAX_LINES])[:_MAX_LENGTH]
+        message = "\n".join(construction_errors.explain(error) or [error.message])
+        if "already exists and is not empty" in message:
+            message += (
+                " To continue its training, add --recover; to delete it, --force; to keep it, "
+                "choose another directory with -s."
+            )
+    elif isinstance(error, WRONG_PATHS) and is_raised_in_reading(error):
+        message = describe_wrong_path(error, *_data_path(error))
+    elif construction_errors.is_raised_in_construction(error):
+        message = "\n".join(construction_errors.describe(error))
     else:
         return None
-    if message.startswith("Failed to construct argument"):
-        # The reason why it has none of its possible types.
-        while error.__cause__ is not None:
-            error = error.__cause__
-            message += f" ({': '.join(map(str, error.args))})"
     return message
 
 
-def _is_raised_in_construction(error: BaseException) -> bool:
-    """Returns whether AllenNLP was constructing an object, and not reading data for it."""
+def describe_wrong_path(error: OSError, key: str, path: Any) -> str:
+    """Describes why the data of a key can't be read."""
+    reason = f"{error.strerror}: {error.filename}" if error.filename else error
+    return (
+        f"'{key}' is {json.dumps(path, default=repr)}, which could not be read: {reason} (the "
+        f"working directory is {os.getcwd()})"
+    )
+
+
+def _data_path(error: BaseException) -> Tuple[str, Any]:
+    """Returns the key and the path of the data that were being read."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = {frame.f_globals.get("__name__") for frame in frames}
-    return "allennlp.common.from_params" in modules and not _is_raised_in_reading(error)
+    read = [frame.f_locals["file_path"] for frame in frames if "file_path" in frame.f_locals]
+    for frame in frames:
+        for key in ("train_data_path", "validation_data_path", "test_data_path"):
+            path = frame.f_locals.get(key)
+            if path is not None and path in read:
+                return key, path
+    return "train_data_path", read[0] if read else None
 
 
-def _is_raised_in_reading(error: BaseException) -> bool:
+def is_raised_in_reading(error: BaseException) -> bool:
     """Returns whether a dataset reader was reading data."""
     return any(
         frame.f_code.co_name in ("read", "_read")
         and isinstance(frame.f_locals.get("self"), DatasetReader)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
+
+
+def explanation(error: BaseException) -> str:
+    """Returns the message with which the command would end after this error."""
+    return getattr(error, _ATTRIBUTE, None) or construction_errors.shortened(error)
 
 
 def show_instead_of_traceback(error: BaseException, message: str) -> None:
@@ -174,9 +191,28 @@ def log_to_files(error: BaseException) -> List[str]:
 def _describe_unreadable_file(path: Any, error: BaseException) -> Optional[str]:
     """Describes in a line why a config file can't be read. `None` if another error was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not any(frame.f_code is Params.from_file.__func__.__code__ for frame in frames):  # type: ignore[attr-defined]
+    frame = next((frame for frame in frames if frame.f_code is _FROM_FILE.__code__), None)
+    if frame is None:
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     where = f" ({lines[1]})" if len(lines) > 1 else ""
     reason = lines[0].removeprefix("RUNTIME ERROR: ") if lines else type(error).__name__
-    return f"{path} (with overrides) could not be read: {reason}{where}"
+    if "file_dict" in frame.f_locals:
+        return _describe_overrides(str(frame.f_locals["params_overrides"]), reason)
+    return f"{path} could not be read: {reason}{where}"
+
+
+_FROM_FILE: Any = Params.from_file.__func__  # type: ignore[attr-defined]
+_NUM_CHARACTERS = 20
+
+
+def _describe_overrides(overrides: str, reason: str) -> str:
+    """Describes an error in the overrides of the command, with the place where it is."""
+    place = re.search(r"(\d+):(\d+)", reason)
+    lines = overrides.splitlines()
+    if place is None or not 0 < int(place.group(1)) <= len(lines):
+        return f"The overrides (-o) could not be applied: {reason}"
+    line, column = lines[int(place.group(1)) - 1], int(place.group(2)) - 1
+    before, after = line[:column][-_NUM_CHARACTERS:], line[column:][:_NUM_CHARACTERS]
+    message = re.sub(r"^.*?(STATIC ERROR: )?\S*\d+:\d+(-\S+)?:\s*", "", reason)
+    return f"The overrides (-o) could not be read after {before!r}, at {after!r}: {message}"

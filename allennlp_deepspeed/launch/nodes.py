@@ -13,6 +13,17 @@ from allennlp_deepspeed.config.own_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRI
 from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.launch.agent import Node
 
+# What others call the number of workers.
+_NUMBERS_OF_WORKERS = {
+    "num_workers",
+    "num_processes",
+    "num_gpus",
+    "n_gpu",
+    "world_size",
+    "nproc_per_node",
+    "num_gpus_per_node",
+}
+
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 
 
@@ -31,7 +42,13 @@ def check(distributed: Any, errors: ConfigErrors) -> None:
         return
     keys = {**ALLENNLP_DISTRIBUTED_KEYS, **DISTRIBUTED_KEYS}
     num_lines = len(errors.lines)
-    check_names("distributed", list(keys), distributed, errors)
+    for name in _NUMBERS_OF_WORKERS.intersection(distributed):
+        errors.add(
+            f"unknown key '{name}' in 'distributed': the entries of 'distributed.cuda_devices' are "
+            "the workers of a node, such as [0, 1], or [-1, -1] on the CPU"
+        )
+    others = {key: v for key, v in distributed.items() if key not in _NUMBERS_OF_WORKERS}
+    check_names("distributed", list(keys), others, errors)
     # An unknown key may be a misspelt "cuda_devices".
     required = {"cuda_devices": None} if len(errors.lines) == num_lines else {}
     check_values("distributed", keys, {**required, **distributed}, errors)

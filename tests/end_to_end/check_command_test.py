@@ -159,14 +159,14 @@ def test_overrides_are_checked_with_the_file(tmp_path: Path) -> None:
     check(tmp_path, config, "-o", '{"trainer.use_amp": false}').check()
     sound = classifier(ONE_PROCESS)
     unreadable = check(tmp_path, sound, "--overrides", '{"trainer.optimizer.lr": }')
-    assert_refused(unreadable, ["config.jsonnet (with overrides) could not be read: "])
+    assert_refused(unreadable, ["The overrides (-o) could not be read after "])
 
 
 @pytest.mark.parametrize(
     "name, line",
     [
         ("nowhere.jsonnet", "nowhere.jsonnet"),
-        ("config.jsonnet", "config.jsonnet (with overrides) could not be read: "),
+        ("config.jsonnet", "config.jsonnet could not be read: "),
     ],
 )
 def test_what_is_no_config_is_told_in_a_line(tmp_path: Path, name: str, line: str) -> None:

@@ -18,7 +18,19 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from tests.fuzz import recipes
 from tests.fuzz.mutations import KINDS, Mutation, mutate
-from tests.fuzz.trial import CONSTRUCTION, FAULT, REFUSED, TRAINED, Outcome, checked, trained
+from tests.fuzz.trial import (
+    CHECKED,
+    CONSTRUCTION,
+    FAULT,
+    MISSED,
+    REFUSED,
+    TRAINED,
+    TRIED,
+    Outcome,
+    checked,
+    trained,
+    tried,
+)
 
 # Registers what the fixtures name.
 from tests.support import preload  # noqa: F401
@@ -78,8 +90,20 @@ def judge_all(numbers: List[int], directory: Path, seed: int, at_once: int) -> L
         return list(pool.map(finish, cases))
 
 
-def _table(judged: List[Judged]) -> str:
-    names = [TRAINED, REFUSED, CONSTRUCTION, FAULT]
+def try_all(numbers: List[int], directory: Path, seed: int) -> List[Judged]:
+    """Judges each by `allennlp deepspeed check --try`."""
+    judged = []
+    for number in numbers:
+        name, mutation = case(number, directory, seed)
+        outcome = tried(mutation.config, directory / str(number))
+        shutil.rmtree(directory / str(number), ignore_errors=True)
+        judged.append(Judged(number, name, mutation, outcome))
+        if outcome.name in (FAULT, MISSED):
+            print(f"{number} ({name}): {mutation.what}\n{outcome.text}\n", flush=True)
+    return judged
+
+
+def _table(judged: List[Judged], names: List[str]) -> str:
     counts = Counter((each.mutation.kind, each.outcome.name) for each in judged)
     totals = Counter(each.outcome.name for each in judged)
     rows = [
@@ -97,32 +121,50 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--case", type=int, nargs="+", help="only these, of which all is said")
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument(
+        "--try",
+        dest="tries",
+        action="store_true",
+        help="judge by `allennlp deepspeed check --try`, and write `check_and_try.md` instead",
+    )
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
     started = time.monotonic()
     numbers = arguments.case or list(range(arguments.cases))
     with tempfile.TemporaryDirectory() as directory:
-        judged = judge_all(numbers, Path(directory), arguments.seed, arguments.at_once)
+        if arguments.tries:
+            judged = try_all(numbers, Path(directory), arguments.seed)
+        else:
+            judged = judge_all(numbers, Path(directory), arguments.seed, arguments.at_once)
     raw = [[j.number, j.recipe, j.mutation.kind, j.mutation.what, *j.outcome] for j in judged]
     if arguments.case:
         for row in raw:
             print(*row, sep="\n")
         return
+    name = "check_and_try" if arguments.tries else "fuzz"
     (_RESULTS / "raw").mkdir(exist_ok=True)
-    (_RESULTS / "raw" / "fuzz.json").write_text(json.dumps(raw, indent=1))
+    (_RESULTS / "raw" / f"{name}.json").write_text(json.dumps(raw, indent=1))
     seconds = time.monotonic() - started
+    names = [TRAINED, REFUSED, CONSTRUCTION, FAULT]
+    what = "Each that the check lets pass is trained by two workers with `allennlp train`."
+    if arguments.tries:
+        names = [TRAINED, CHECKED, TRIED, MISSED, FAULT]
+        what = (
+            "Each is judged by `allennlp deepspeed check --try`, and one that passes is trained by "
+            "two workers with `allennlp train`: it trains, or it was missed."
+        )
     text = f"""# Configs changed at random
 
 {len(judged)} changes, drawn with seed {arguments.seed}, of {len(recipes.NAMES)} configs: the \
-recipes, the tests' and {len(recipes.PASTED)} DeepSpeed configurations as they are pasted. Each \
-that the check lets pass is trained by two workers with `allennlp train`.
+recipes, the tests' and {len(recipes.PASTED)} DeepSpeed configurations as they are pasted. {what}
 
-{_table(judged)}
+{_table(judged, names)}
 
-`python -m tests.fuzz --cases {arguments.cases} --seed {arguments.seed}`, in {seconds / 60:.0f} \
-minutes on {platform.machine()} with Python {platform.python_version()}.
+`python -m tests.fuzz --cases {arguments.cases} --seed {arguments.seed}\
+{" --try" if arguments.tries else ""}`, in {seconds / 60:.0f} minutes on {platform.machine()} with \
+Python {platform.python_version()}.
 """
-    (_RESULTS / "fuzz.md").write_text(text)
+    (_RESULTS / f"{name}.md").write_text(text)
     print(text)
 
 

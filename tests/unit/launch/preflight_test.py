@@ -1,13 +1,14 @@
 """What is said of a whole config before anything is read or started."""
 
 import json
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import pytest
 import torch
 from allennlp.commands.train import TrainModel
 from allennlp.common import Params, Registrable
 from allennlp.common.checks import ConfigurationError
+from allennlp.models import Model
 from allennlp.training import Checkpointer
 from allennlp.training.trainer import Trainer
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -301,6 +302,15 @@ def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) ->
     assert line.startswith("'trainer.deepspeed_config.fp16.enabled' is true, but this CPU")
 
 
+@pytest.fixture
+def language_model() -> Iterator[None]:
+    """A model as allennlp-models has it."""
+    Model.register("language_model")(type("LanguageModel", (Model,), {}))
+    yield
+    del Model._registry[Model]["language_model"]
+
+
+@pytest.mark.usefixtures("language_model")
 @pytest.mark.parametrize(
     "model, path",
     [
@@ -319,6 +329,7 @@ def test_sparse_gradients_are_refused_by_their_key(model: Dict[str, Any], path: 
     preflight.check(Params(config))
 
 
+@pytest.mark.usefixtures("language_model")
 def test_a_softmax_that_is_not_sampled_has_no_sparse_gradients() -> None:
     model = {"type": "language_model", "num_samples": None, "sparse_embeddings": True}
     preflight.check(Params({**experiment(), "model": model}))

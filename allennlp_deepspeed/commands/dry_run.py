@@ -1,0 +1,313 @@
+"""
+Constructs what a config describes, as `allennlp train --dry-run` does, from a few instances and
+without weights.
+"""
+
+import builtins
+import copy
+import io
+import logging
+import tempfile
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Callable, Dict, Iterator, List, Optional
+from unittest import mock
+
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.common.tqdm import Tqdm
+from allennlp.data import DataLoader, DatasetReader, Vocabulary
+from allennlp.models import Model
+from allennlp.nn import InitializerApplicator
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.checkpointer import Checkpointer
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.momentum_schedulers import MomentumScheduler
+from allennlp.training.moving_average import MovingAverage
+from allennlp.training.optimizers import Optimizer
+
+from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.settings import registered_name
+from allennlp_deepspeed.config.values import as_json
+from allennlp_deepspeed.launch import construction_errors, failures
+from allennlp_deepspeed.launch.config_check import has_known_train_loop
+from allennlp_deepspeed.meta_model import construct_without_weights
+from allennlp_deepspeed.training.construction import freeze
+
+NUM_INSTANCES = 64
+"""The number of instances of each file that are read."""
+
+# For schedules. The number of steps of an epoch isn't known without reading all data.
+_NUM_STEPS = 1_000
+
+
+class DryRun:
+    """
+    Construction of a config's objects, in the order of AllenNLP's train command. An error in one
+    section doesn't end it: the sections that don't need this one are constructed too.
+
+    # Parameters
+
+    params : `Params`, required.
+        A complete training configuration that has been checked. It is not changed.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self._params = params
+        self._config: Dict[str, Any] = params.as_dict(quiet=True)
+        self._errors = ConfigErrors()
+        self._constructed: List[str] = []
+        self._skipped: List[str] = []
+        self.model: Optional[Model] = None
+
+    def run(self) -> str:
+        """
+        Constructs everything.
+
+        # Returns
+
+        `str`
+            What was constructed, and what was not and why.
+
+        # Raises
+
+        `ConfigurationError`
+            With a line for each error.
+        """
+        if not has_known_train_loop(self._config):
+            return (
+                "Nothing was constructed, because 'type' (top level) is a train loop of your own."
+            )
+        with tempfile.TemporaryDirectory() as directory, _quiet():
+            vocabulary = self._make_vocabulary(self._make_loaders(self._make_readers()), directory)
+            if vocabulary is not None:
+                self.model = self._construct_model(vocabulary, directory)
+            self._construct_parts(self.model, directory)
+        self._errors.raise_any()
+        text = f"Constructed: {', '.join(self._constructed)}."
+        return text + "".join(f"\nNot constructed: {reason}." for reason in self._skipped)
+
+    def _make_readers(self) -> Dict[str, DatasetReader]:
+        readers = {}
+        for name in ("dataset_reader", "validation_dataset_reader"):
+            if self._config.get(name) is not None:
+                with self._collect(name):
+                    reader = DatasetReader.from_params(self._section(name))
+                    _limit(reader)
+                    readers[name] = reader
+                    self._constructed.append(name)
+        return readers
+
+    def _make_loaders(self, readers: Dict[str, DatasetReader]) -> Optional[Dict[str, DataLoader]]:
+        """Returns the loaders by the name of their data, or `None` if one can't be constructed."""
+        loaders, is_complete = {}, True
+        for name in ("train", "validation", "test"):
+            key = f"{name}_data_path"
+            path = self._config.get(key)
+            if path is None:
+                continue
+            reader = readers.get("dataset_reader")
+            if name != "train" and "validation_dataset_reader" in self._config:
+                reader = readers.get("validation_dataset_reader")
+            if reader is None:
+                is_complete = False
+                continue
+            section = "data_loader"
+            if name != "train" and self._config.get("validation_data_loader") is not None:
+                section = "validation_data_loader"
+            loader = None
+            with self._collect(section, key):
+                loader = DataLoader.from_params(
+                    _in_this_process(self._section(section)), reader=reader, data_path=path
+                )
+                is_empty = next(iter(loader.iter_instances()), None) is None
+                if is_empty:
+                    raise ConfigurationError(f"'{key}' is {as_json(path)}, which has no instances")
+                loaders[name] = loader
+            is_complete = is_complete and name in loaders
+        if not is_complete:
+            self._skipped.append("vocabulary and model, because data are missing")
+            return None
+        if loaders:
+            self._constructed.append(
+                f"data loaders (up to {NUM_INSTANCES} instances of {', '.join(loaders)})"
+            )
+        return loaders
+
+    def _make_vocabulary(
+        self, loaders: Optional[Dict[str, DataLoader]], directory: str
+    ) -> Optional[Vocabulary]:
+        if loaders is None:
+            return None
+        chosen = self._config.get("datasets_for_vocab_creation")
+        unknown = [name for name in chosen or [] if name not in loaders]
+        if unknown:
+            self._errors.add(
+                f"'datasets_for_vocab_creation' has {as_json(unknown[0])}: choose from "
+                f"{', '.join(loaders)}"
+            )
+            return None
+        instances = (
+            instance
+            for name, loader in loaders.items()
+            if chosen is None or name in chosen
+            for instance in loader.iter_instances()
+        )
+        with self._collect("vocabulary"):
+            section = self._section("vocabulary") if "vocabulary" in self._config else Params({})
+            vocabulary = Vocabulary.from_params(section, instances=instances)
+            self._constructed.append("vocabulary")
+            for name, loader in loaders.items():
+                section_name = "data_loader"
+                if name != "train" and self._config.get("validation_data_loader") is not None:
+                    section_name = "validation_data_loader"
+                with self._collect(section_name):
+                    loader.index_with(vocabulary)
+                    next(iter(loader))
+            return vocabulary
+        return None
+
+    def _construct_initializers(self, section: Any, path: str) -> None:
+        """Constructs the initializers of a model, which is constructed without them."""
+        items: Any = section.items() if isinstance(section, dict) else ()
+        for key, part in enumerate(section) if isinstance(section, list) else items:
+            if key == "initializer" and isinstance(part, dict):
+                with self._collect(f"{path}.{key}"):
+                    InitializerApplicator.from_params(_params(part))
+            else:
+                self._construct_initializers(part, f"{path}.{key}")
+
+    def _construct_model(self, vocabulary: Vocabulary, directory: str) -> Optional[Model]:
+        self._construct_initializers(self._config["model"], "model")
+        with self._collect("model"):
+            model = construct_without_weights(self._params, vocabulary, directory)
+            freeze(model, self._config["trainer"].get("no_grad") or [])
+            size = sum(parameter.numel() for parameter in model.parameters())
+            self._constructed.append(f"model ({size:,} parameters, without weights)")
+            return model
+        return None
+
+    def _construct_parts(self, model: Optional[Model], directory: str) -> None:
+        """Constructs the parts of the trainer."""
+        trainer = self._config["trainer"]
+        self._construct("checkpointer", Checkpointer.from_params, serialization_dir=directory)
+        for number, callback in enumerate(trainer.get("callbacks") or []):
+            with self._collect(f"trainer.callbacks.{number}"):
+                TrainerCallback.from_params(_params(callback), serialization_dir=directory)
+                self._constructed.append(f"callback {registered_name(callback)}")
+        if model is None:
+            return
+        parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
+        optimizer = self._construct("optimizer", Optimizer.from_params, model_parameters=parameters)
+        if optimizer is None:
+            optimizer = Optimizer.default(parameters)
+        self._construct(
+            "learning_rate_scheduler",
+            LearningRateScheduler.from_params,
+            optimizer=optimizer,
+            num_epochs=trainer.get("num_epochs", 20),
+            num_steps_per_epoch=_NUM_STEPS,
+        )
+        self._construct("momentum_scheduler", MomentumScheduler.from_params, optimizer=optimizer)
+        self._construct("moving_average", MovingAverage.from_params, parameters=parameters)
+
+    def _construct(self, name: str, from_params: Callable[..., Any], **arguments: Any) -> Any:
+        part = self._config["trainer"].get(name)
+        if part is None:
+            return None
+        with self._collect(f"trainer.{name}"):
+            constructed = from_params(_params(part), **arguments)
+            self._constructed.append(name)
+            return constructed
+        return None
+
+    def _section(self, name: str) -> Params:
+        return _params(self._config[name])
+
+    @contextmanager
+    def _collect(self, section: str, data_key: str = "") -> Iterator[None]:
+        """Context manager that ends at an error, and adds its description."""
+        with counted_lines() as counted:
+            try:
+                yield
+            except Exception as error:
+                if isinstance(error, failures.WRONG_PATHS) and data_key:
+                    path = self._config[data_key]
+                    self._errors.add(failures.describe_wrong_path(error, data_key, path))
+                    return
+                if failures.is_raised_in_reading(error):
+                    where = f"'{data_key}', {counted[-1]}" if counted else f"'{data_key}'"
+                    self._errors.add(f"{where}: {construction_errors.shortened(error)}")
+                    return
+                for line in construction_errors.describe(error, section):
+                    self._errors.add(line)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager without AllenNLP's progress bars and warnings."""
+    disabled, bar = logging.root.manager.disable, Tqdm.tqdm
+    logging.disable(logging.WARNING)
+    try:
+        with mock.patch.object(Tqdm, "tqdm", staticmethod(partial(bar, disable=True))):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _params(value: Any) -> Params:
+    return Params({"type": value} if isinstance(value, str) else copy.deepcopy(value))
+
+
+def _in_this_process(params: Params) -> Params:
+    """Returns the section of a data loader without worker processes."""
+    params.params.pop("num_workers", None)
+    return params
+
+
+def _limit(reader: DatasetReader) -> None:
+    """Limits the instances that a reader yields, and those of readers in it."""
+    limits = [reader.max_instances, NUM_INSTANCES]
+    reader.max_instances = min(limit for limit in limits if limit is not None)
+    for value in vars(reader).values():
+        for inner in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(inner, DatasetReader):
+                _limit(inner)
+
+
+class _CountedFile(io.TextIOWrapper):
+    """Text file that counts the lines that have been read from it."""
+
+    num_lines = 0
+
+    # A subclass's `readline` is also called for each line of a loop.
+    def readline(self, *args: Any) -> str:  # type: ignore[override]
+        self.num_lines += 1
+        return super().readline(*args)
+
+    def __str__(self) -> str:
+        name = getattr(self.buffer, "name", "")
+        return f"{name}, line {self.num_lines}" if self.num_lines else str(name)
+
+
+@contextmanager
+def counted_lines() -> Iterator[List[_CountedFile]]:
+    """
+    Context manager that yields the list of the text files that are opened in it, each of which
+    counts its lines: a reader's error names neither the file nor the line.
+    """
+    files: List[_CountedFile] = []
+    open_file = builtins.open
+
+    def open_counted(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+        if mode not in ("r", "rt") or buffering != -1 or args or set(kwargs) - _OF_TEXT:
+            return open_file(file, mode, buffering, *args, **kwargs)
+        counted = _CountedFile(open_file(file, "rb"), **kwargs)  # noqa: SIM115
+        files.append(counted)
+        return counted
+
+    with mock.patch.object(builtins, "open", open_counted):
+        yield files
+
+
+_OF_TEXT = {"encoding", "errors", "newline"}

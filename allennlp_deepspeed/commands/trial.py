@@ -1,0 +1,257 @@
+"""
+Trains a config for two steps in a temporary directory, as `allennlp train` does, with its own
+workers.
+"""
+
+import json
+import os
+import re
+import resource
+import sys
+import sysconfig
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, List
+
+import torch
+from allennlp.commands import train as train_command
+from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
+from allennlp.training.callbacks import TrainerCallback
+from rich.filesize import decimal
+from typing_extensions import override
+
+import allennlp_deepspeed
+from allennlp_deepspeed.engine.model_states import ModelStates
+from allennlp_deepspeed.launch import failures
+
+_NUM_STEPS = 2
+
+# Names in the file of events.
+_STARTED, _STEP, _EPOCH, _ENDED = "started", "step", "epoch", "ended"
+
+
+class TrialCallback(TrainerCallback):
+    """
+    Writes what a training has reached, and when, into a file. Not registered: a trial adds it to
+    the callbacks of the config.
+
+    # Parameters
+
+    serialization_dir : `str`, required.
+    path : `str`, required.
+        The file to which rank 0 appends a line of JSON for each event.
+    """
+
+    # The trainer needs not wait for the metrics of a step.
+    reads_metrics = False
+
+    def __init__(self, serialization_dir: str, path: str) -> None:
+        super().__init__(serialization_dir)
+        self._path = path
+
+    @override
+    def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
+        self._write(is_primary, _STARTED)
+
+    @override
+    def on_batch(  # type: ignore[override]
+        self, trainer: Any, *args: Any, is_training: bool, is_primary: bool = True, **kwargs: Any
+    ) -> None:
+        if is_training:
+            self._write(is_primary, _STEP)
+
+    @override
+    def on_epoch(  # type: ignore[override]
+        self, trainer: Any, metrics: Dict[str, Any], *args: Any, is_primary: bool = True, **kw: Any
+    ) -> None:
+        values = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        self._write(is_primary, _EPOCH, metrics=values)
+
+    @override
+    def on_end(self, trainer: Any, *args: Any, is_primary: bool = True, **kwargs: Any) -> None:
+        self._write(is_primary, _ENDED, memory=_peak_memory())
+
+    def _write(self, is_primary: bool, name: str, **values: Any) -> None:
+        if is_primary:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"name": name, "time": time.time(), **values}) + "\n")
+
+
+def _peak_memory() -> int:
+    """Returns the peak of this process in bytes: on the GPU if it trains there."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Trial:
+    """
+    Training of two steps, a validation, a checkpoint, its resumption and the archive.
+
+    # Parameters
+
+    params : `Params`, required.
+        A complete training configuration that has been checked. It is not changed.
+    include_package : `List[str]`, required.
+        The packages that workers import.
+    instances_per_step : `int`, required.
+        The number of instances of an optimizer step, over all workers.
+    states : `ModelStates`, required.
+        The estimated model states of a rank, for comparison with the peak.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        include_package: List[str],
+        instances_per_step: int,
+        states: ModelStates,
+    ) -> None:
+        self._config: Dict[str, Any] = params.as_dict(quiet=True)
+        self._include_package = include_package
+        self._num_instances = _NUM_STEPS * instances_per_step
+        self._states = states
+
+    def run(self) -> None:
+        """
+        Trains, and prints a line for each stage.
+
+        # Raises
+
+        `ConfigurationError`
+            If a stage fails, with its name and the error.
+        """
+        print(
+            f"Trying {_NUM_STEPS} steps with the first {self._num_instances} instances, in a "
+            "temporary directory:",
+            flush=True,
+        )
+        with tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_") as directory:
+            events = self._train(directory, num_epochs=1, recover=False)
+            self._print_stages(events)
+            if self._config["trainer"].get("checkpointer", {}) is None:
+                print("  resumption: none, because 'trainer.checkpointer' is null")
+                return
+            start = time.time()
+            self._train(directory, num_epochs=2, recover=True)
+            print(f"  resumption from the checkpoint, with another epoch: {_since(start)}")
+
+    def _train(self, directory: str, num_epochs: int, recover: bool) -> List[Dict[str, Any]]:
+        """Trains, and returns the events."""
+        path = Path(directory) / "events.jsonl"
+        path.unlink(missing_ok=True)
+        start = time.time()
+        try:
+            with _output_to(Path(directory) / "output.txt"):
+                train_command.train_model(
+                    Params(self._limited(str(path), num_epochs)),
+                    os.path.join(directory, "training"),
+                    recover=recover,
+                    include_package=self._include_package,
+                )
+        except Exception as error:
+            stage = "resumption" if recover else _stage(_read(path))
+            reason = _in_a_line(failures.explanation(error))
+            raise ConfigurationError(f"The trial failed in its {stage}: {reason}") from error
+        events = [{"name": "begun", "time": start}, *_read(path)]
+        return [*events, {"name": "archived", "time": time.time()}]
+
+    def _limited(self, path: str, num_epochs: int) -> Dict[str, Any]:
+        """Returns the config with few instances, few epochs and the callback."""
+        config = json.loads(json.dumps(self._config))
+        for name in ("dataset_reader", "validation_dataset_reader"):
+            if config.get(name) is not None:
+                reader = config[name]
+                config[name] = {"type": reader} if isinstance(reader, str) else reader
+                limits = [config[name].get("max_instances"), self._num_instances]
+                config[name]["max_instances"] = min(limit for limit in limits if limit is not None)
+        trainer = config["trainer"]
+        trainer["num_epochs"] = num_epochs
+        callback = {"type": f"{__name__}.{TrialCallback.__name__}", "path": path}
+        trainer["callbacks"] = [*(trainer.get("callbacks") or []), callback]
+        return config
+
+    def _print_stages(self, events: List[Dict[str, Any]]) -> None:
+        times = {event["name"]: event["time"] for event in events}
+        epoch = next(event for event in events if event["name"] == _EPOCH)
+        steps = sum(event["name"] == _STEP for event in events)
+        metrics = ", ".join(
+            f"{name} {value:.4g}"
+            for name, value in epoch["metrics"].items()
+            if name.startswith(("training_", "validation_")) and "memory" not in name
+        )
+        print(f"  data, model and engine: {_seconds(times[_STARTED] - times['begun'])}")
+        print(f"  {steps} training steps: {_seconds(times[_STEP] - times[_STARTED])}")
+        print(f"  validation: {_seconds(times[_EPOCH] - times[_STEP])} ({metrics})")
+        print(f"  checkpoint: {_seconds(times[_ENDED] - times[_EPOCH])}")
+        print(f"  evaluation and archive: {_seconds(times['archived'] - times[_ENDED])}")
+        peak = next(event["memory"] for event in events if event["name"] == _ENDED)
+        states = self._states.gpu.total + self._states.cpu.total
+        print(
+            f"  peak memory of rank 0: {decimal(peak)} ('estimate' counts {decimal(states)} of "
+            "model states and buffers)",
+            flush=True,
+        )
+
+
+def _read(path: Path) -> List[Dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _stage(events: List[Dict[str, Any]]) -> str:
+    """Returns the stage after the last event."""
+    last = events[-1]["name"] if events else None
+    return {
+        None: "construction of data, model and engine",
+        _STARTED: "first training step",
+        _STEP: "training or validation",
+        _EPOCH: "checkpoint",
+        # Callbacks are told of the end after an error, too.
+        _ENDED: "training, checkpoint, evaluation or archive",
+    }[last]
+
+
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
+
+
+def _in_a_line(text: str) -> str:
+    """Returns the error of a traceback, and the last line of the user's code in it."""
+    frames = list(_FRAME.finditer(text))
+    if not frames:
+        return text
+    error = next(line for line in text[frames[-1].end() :].splitlines() if line[:1].strip())
+    packages = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
+    packages.append(os.path.dirname(allennlp_deepspeed.__file__))
+    own = [frame for frame in frames if not frame.group(1).startswith(tuple(packages))]
+    if not own:
+        return error
+    path, line, function = own[-1].groups()
+    return f"{error} ({path}, line {line}, in {function})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s"
+
+
+def _since(start: float) -> str:
+    return _seconds(time.time() - start)
+
+
+@contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Context manager in which this process and those that it starts print into a file."""
+    saved = [os.dup(1), os.dup(2)]
+    with open(path, "ab") as file:
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        for stream, number, descriptor in ((sys.stdout, 1, saved[0]), (sys.stderr, 2, saved[1])):
+            stream.flush()
+            os.dup2(descriptor, number)
+            os.close(descriptor)

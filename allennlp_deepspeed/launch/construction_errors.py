@@ -1,0 +1,236 @@
+"""
+Explains errors that AllenNLP raises while it constructs the objects of a config: with the path of
+the key, which AllenNLP's messages leave out or give in part.
+"""
+
+import inspect
+import re
+import traceback
+from types import FrameType
+from typing import Any, Dict, List, Optional
+
+from allennlp.common import Lazy, Params, cached_transformers, from_params
+from allennlp.common.checks import ConfigurationError
+
+from allennlp_deepspeed.config.keys import did_you_mean, unregistered
+from allennlp_deepspeed.config.values import as_json
+
+_MAX_LINES, _MAX_LENGTH = 6, 1_200
+
+_UNEXPECTED = re.compile(r"\w+\(\) got an unexpected keyword argument '(\w+)'")
+_MISSING = re.compile(r"\w+\(\) missing \d+ required .*arguments?: (.*)")
+_REQUIRED = re.compile(r'key "(.+?)" is required')
+_EXTRA = re.compile(r"Extra parameters passed to (\w+): ")
+_WRONG_TYPE = re.compile(r"Expected (\S+) to be (a \w+|numeric)")
+_UNKNOWN_NAME = re.compile(r"(.+) not in acceptable choices for ")
+
+
+def describe(error: BaseException, section: str = "") -> List[str]:
+    """
+    Describes an error of a construction.
+
+    # Parameters
+
+    error : `BaseException`, required.
+        Raised by AllenNLP's `from_params`, or by a constructor that it has called.
+    section : `str`, optional (default = `""`)
+        The path of the section that was being constructed.
+
+    # Returns
+
+    `List[str]`
+        A line for each wrong key, with its path. One for most errors.
+    """
+    frames = _frames(error)
+    path = _path(frames, section)
+    prefix = f"'{path}': " if path else ""
+    if isinstance(error, OSError):
+        name = next((f.f_locals["model_name"] for f in frames if _loads_transformer(f)), None)
+        if name is not None:
+            return [
+                f"{prefix}{as_json(name)} is neither a directory nor a model that the hub's cache "
+                f"has, or can be downloaded: {shortened(error).splitlines()[0]}"
+            ]
+    return explain(error, section) or [f"{prefix}{shortened(error)}"]
+
+
+def _loads_transformer(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == cached_transformers.__name__ and (
+        "model_name" in frame.f_locals
+    )
+
+
+def explain(error: BaseException, section: str = "") -> Optional[List[str]]:
+    """
+    Returns what `describe` does for an error that AllenNLP's `from_params` has found in a config,
+    and `None` for an error of another code.
+    """
+    frames = _frames(error)
+    if not is_raised_in_construction(error):
+        return None
+    path, name, text = _path(frames, section), _class_name(frames), _text(error)
+    if isinstance(error, ConfigurationError):
+        unknown, required = _UNKNOWN_NAME.match(text), _REQUIRED.match(text)
+        if text.startswith("Failed to construct argument"):
+            return [f"'{path}' has none of its types: {_reasons(error)}"]
+        if _EXTRA.match(text):
+            return _describe_extra_keys(path, frames)
+        if unknown is not None:
+            return [_describe_unknown_name(path, unknown.group(1), frames)]
+        if required is not None:
+            is_argument = frames[-2].f_code is from_params.pop_and_construct_arg.__code__
+            missing = path if is_argument else f"{path}.{required.group(1)}".lstrip(".")
+            return [f"'{missing}' is missing: {name} needs it"]
+    elif isinstance(error, TypeError):
+        wrong_type = _WRONG_TYPE.match(text)
+        if wrong_type is not None and frames[-1].f_code is from_params.construct_arg.__code__:
+            value = as_json(frames[-1].f_locals["popped_params"])
+            return [f"'{path}' is {value}: must be {_TYPES[wrong_type.group(2)]}"]
+        if _is_raised_by_call(frames):
+            return _describe_wrong_call(path, name, text, frames)
+    return None
+
+
+def _describe_wrong_call(
+    path: str, name: str, text: str, frames: List[FrameType]
+) -> Optional[List[str]]:
+    unexpected, missing = _UNEXPECTED.search(text), _MISSING.search(text)
+    if unexpected is not None:
+        return [_unknown_key(path, unexpected.group(1), name, _parameters(frames))]
+    if missing is not None:
+        keys = re.findall(r"'(\w+)'", missing.group(1))
+        return [f"'{path}.{key}' is missing: {name} needs it" for key in keys]
+    return None
+
+
+_TYPES = {
+    "a int": "an integer",
+    "a bool": "true or false",
+    "a string": "a string",
+    "a Mapping": "an object",
+    "numeric": "a number",
+}
+
+
+def is_raised_in_construction(error: BaseException) -> bool:
+    """Returns whether AllenNLP was constructing an object of a config."""
+    names = {frame.f_globals.get("__name__") for frame in _frames(error)}
+    return from_params.__name__ in names
+
+
+def _frames(error: BaseException) -> List[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _text(error: BaseException) -> str:
+    return str(error.message if isinstance(error, ConfigurationError) else error)
+
+
+def _path(frames: List[FrameType], section: str) -> str:
+    return ".".join(filter(None, [section, *_keys(frames)]))
+
+
+def _keys(frames: List[FrameType]) -> List[str]:
+    """Returns the keys that lead to what was being constructed."""
+    keys: List[str] = []
+    for caller, frame in zip([None, *frames], frames):
+        if frame.f_code is from_params.pop_and_construct_arg.__code__:
+            keys.append(frame.f_locals["argument_name"])
+        elif frame.f_code is from_params.construct_arg.__code__ and keys:
+            # The same key, or that of an item of it, such as "callbacks.0".
+            keys[-1] = frame.f_locals["argument_name"]
+        elif frame.f_code is Lazy.construct.__code__ and caller is not None:
+            keys += _names_of(frame.f_locals["self"], caller)
+    return keys
+
+
+def _names_of(lazy: Any, caller: FrameType) -> List[str]:
+    """Returns the argument of the caller that is this object, by which the config names it."""
+    for name, value in caller.f_locals.items():
+        if value is lazy:
+            return [name]
+        if isinstance(value, list) and any(item is lazy for item in value):
+            return [f"{name}.{[item is lazy for item in value].index(True)}"]
+    return []
+
+
+def _last(frames: List[FrameType], *functions: Any) -> Optional[FrameType]:
+    codes = [function.__code__ for function in functions]
+    return next((frame for frame in reversed(frames) if frame.f_code in codes), None)
+
+
+_FROM_PARAMS = from_params.FromParams.from_params.__func__  # type: ignore[attr-defined]
+
+
+def _is_raised_by_call(frames: List[FrameType]) -> bool:
+    """Returns whether AllenNLP's call of a constructor failed, and not a call in it."""
+    return frames[-1].f_code is _FROM_PARAMS.__code__ or (
+        len(frames) > 1 and frames[-2].f_code is _FROM_PARAMS.__code__
+    )
+
+
+def _class(frames: List[FrameType]) -> Any:
+    frame = _last(frames, _FROM_PARAMS, from_params.create_kwargs)
+    if frame is None:
+        return None
+    return frame.f_locals.get("subclass") or frame.f_locals.get("cls")
+
+
+def _class_name(frames: List[FrameType]) -> str:
+    cls = _class(frames)
+    return getattr(cls, "__name__", "its constructor")
+
+
+def _parameters(frames: List[FrameType]) -> List[str]:
+    """Returns the names of the arguments that can be written for what was being constructed."""
+    frame = _last(frames, from_params.create_kwargs)
+    if frame is not None and "parameters" in frame.f_locals:
+        # Objects that AllenNLP passes. Numbers that it passes can be written, too.
+        extras = frame.f_locals.get("extras", {}).items()
+        given = [name for name, value in extras if not isinstance(value, (int, float))]
+        return [name for name in frame.f_locals["parameters"] if name not in ("self", *given)]
+    cls = _class(frames)
+    try:
+        return [] if cls is None else [n for n in inspect.signature(cls).parameters if n != "self"]
+    except (TypeError, ValueError):
+        return []
+
+
+def _describe_extra_keys(path: str, frames: List[FrameType]) -> List[str]:
+    frame = _last(frames, Params.assert_empty)
+    assert frame is not None
+    keys, name = frame.f_locals["self"].params, frame.f_locals["class_name"]
+    known = _parameters(frames)
+    return [_unknown_key(path, key, name, known) for key in keys]
+
+
+def _unknown_key(path: str, key: str, name: str, known: List[str]) -> str:
+    known = [each for each in known if each not in ("args", "kwargs", "vocab", key)]
+    hint = did_you_mean(key, known, page=f"the arguments of {name}") if known else "remove it"
+    return f"'{path}.{key}' is unknown: {name} has no such argument; {hint}"
+
+
+def _describe_unknown_name(path: str, name: str, frames: List[FrameType]) -> str:
+    frame = _last(frames, Params.pop_choice)
+    assert frame is not None
+    known = [str(choice) for choice in frame.f_locals["choices"]]
+    return unregistered(f"{path}.{frame.f_locals['key']}", name, known)
+
+
+def _reasons(error: BaseException) -> str:
+    reasons: Dict[str, None] = {}
+    while error.__cause__ is not None:
+        error = error.__cause__
+        reasons[": ".join(map(str, error.args[1:])) or type(error).__name__] = None
+    return "; ".join(reasons)[:_MAX_LENGTH]
+
+
+def shortened(error: BaseException) -> str:
+    """Returns the type of an error and the first lines of its message."""
+    text = _text(error)
+    # Without the stack of a C++ error.
+    lines = [line for line in text.partition("\nException raised from")[0].splitlines() if line]
+    first = "\n".join(lines[:_MAX_LINES])[:_MAX_LENGTH].strip()
+    if isinstance(error, ConfigurationError):
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,144 @@
+"""
+Checks the keys of a config outside the trainer: those at its top level, and the sizes of batches.
+AllenNLP finds them wrong after it has read the data, or not at all.
+"""
+
+import inspect
+from typing import Any, Dict, Iterator, List, Tuple, Type
+
+from allennlp.commands.train import TrainModel
+from allennlp.common import Registrable
+from allennlp.data import DataLoader, DatasetReader
+from allennlp.models import Model
+from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.momentum_schedulers import MomentumScheduler
+from allennlp.training.moving_average import MovingAverage
+from allennlp.training.optimizers import Optimizer
+
+from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.keys import did_you_mean, unregistered
+from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
+from allennlp_deepspeed.config.values import as_json, is_integer, unquoted
+
+# Of AllenNLP's train command, which doesn't pass them to the train loop.
+_OF_COMMAND = ("type", "distributed", "random_seed", "numpy_seed", "pytorch_seed")
+
+# That the command passes to the train loop.
+_GIVEN = ("cls", "serialization_dir", "local_rank", "ddp_accelerator")
+
+# Keys of AllenNLP 1, and what is written today.
+_FORMER = {
+    "iterator": "write 'data_loader'",
+    "validation_iterator": "write 'validation_data_loader'",
+    "cuda_device": "write 'trainer.cuda_device', or 'distributed.cuda_devices' for several workers",
+    "vocabulary_params": "write 'vocabulary'",
+}
+
+_MAX_BATCH_SIZE = 2**31 - 1
+
+
+def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
+    """
+    Refuses unknown keys at the top level.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A complete training configuration with AllenNLP's train loop or this package's.
+    errors : `ConfigErrors`, required.
+        Collects a line for each.
+    """
+    loop, constructor = TrainModel.resolve_class_name(config.get("type", "default"))
+    arguments = inspect.signature(getattr(loop, constructor or "__init__")).parameters
+    known = [*(name for name in arguments if name not in _GIVEN), *_OF_COMMAND]
+    for name in config:
+        if name not in known:
+            hint = _FORMER.get(name) or did_you_mean(name, known, page="docs/configuration.md")
+            errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
+
+
+def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
+    """
+    Refuses types that aren't names, or that no class is registered with.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A complete training configuration with AllenNLP's train loop or this package's.
+    errors : `ConfigErrors`, required.
+        Collects a line for each.
+    """
+    trainer = config["trainer"]
+    callbacks = trainer.get("callbacks")
+    sections: List[Tuple[str, Any, Type[Registrable]]] = [
+        *((name, config.get(name), base) for name, base in _BASES.items()),
+        *((f"trainer.{name}", trainer.get(name), base) for name, base in _TRAINER_BASES.items()),
+        *(
+            (f"trainer.callbacks.{i}", callback, TrainerCallback)
+            for i, callback in enumerate(callbacks if isinstance(callbacks, list) else [])
+        ),
+    ]
+    for path, section, base in sections:
+        name, known = registered_name(section), base.list_available()
+        if isinstance(section, dict) and not isinstance(name, str):
+            errors.add(f"'{path}.type' is {as_json(name)}: must be a registered name")
+        # A dot is in the name of a class, which AllenNLP imports.
+        is_name = isinstance(name, str) and name != DEFAULT_TYPE and "." not in name
+        if is_name and name not in known:
+            path = path if isinstance(section, str) else f"{path}.type"
+            errors.add(unregistered(path, name, known))
+
+
+_BASES: Dict[str, Type[Registrable]] = {
+    "dataset_reader": DatasetReader,
+    "validation_dataset_reader": DatasetReader,
+    "model": Model,
+    "data_loader": DataLoader,
+    "validation_data_loader": DataLoader,
+}
+
+_TRAINER_BASES: Dict[str, Type[Registrable]] = {
+    "optimizer": Optimizer,
+    "learning_rate_scheduler": LearningRateScheduler,
+    "momentum_scheduler": MomentumScheduler,
+    "moving_average": MovingAverage,
+}
+
+
+def check_batch_sizes(config: Dict[str, Any], errors: ConfigErrors) -> None:
+    """
+    Refuses batch sizes that aren't positive integers, in data loaders and everything in them.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A complete training configuration.
+    errors : `ConfigErrors`, required.
+        Collects a line for each.
+    """
+    for section in ("data_loader", "validation_data_loader"):
+        loader = config.get(section)
+        for path, size in _sizes_in(loader, section):
+            if not (is_integer(size) and 0 < size <= _MAX_BATCH_SIZE):
+                errors.add(
+                    f"'{path}' is {as_json(size)}: must be an integer above 0{unquoted(size)}"
+                )
+        if not isinstance(loader, dict) or loader.get("batch_sampler") is None:
+            continue
+        for key in ("batch_size", "shuffle", "drop_last"):
+            if loader.get(key):
+                errors.add(
+                    f"'{section}.{key}' is {as_json(loader[key])}, but '{section}.batch_sampler' "
+                    f"makes the batches: remove one of them ('{section}.batch_sampler' may have "
+                    f'a "{key}" of its own)'
+                )
+
+
+def _sizes_in(value: Any, path: str) -> Iterator[Tuple[str, Any]]:
+    items: Any = value.items() if isinstance(value, dict) else ()
+    for key, part in enumerate(value) if isinstance(value, list) else items:
+        here = f"{path}.{key}"
+        if key == "batch_size" and part is not None and not isinstance(part, (dict, list)):
+            yield here, part
+        yield from _sizes_in(part, here)
