@@ -229,7 +229,7 @@ def check_updates(
 ) -> None:
     """
     Checks that an optimizer that isn't known to be element-wise updates shards as it updates full
-    weights. Warns if that can't be tested. The process group must exist.
+    weights. Warns if that can't be tested.
 
     # Parameters
 
@@ -245,9 +245,11 @@ def check_updates(
     optimizer_class = type(optimizer)
     if config.zero_stage == 0 or is_elementwise(optimizer_class) or _is_muon(optimizer_class):
         return
-    name, stage, world_size = optimizer_class.__name__, config.zero_stage, dist.get_world_size()
+    name, stage = optimizer_class.__name__, config.zero_stage
+    # A single process may have no process group yet.
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     is_same = updates_shards_as_weights(optimizer, stage, world_size, device)
-    if is_same is None and dist.get_rank() == 0:
+    if is_same is None and (world_size == 1 or dist.get_rank() == 0):
         logger.warning(
             "%s may not be element-wise, which could not be tested; at ZeRO-%d it receives "
             "flattened shards. If it uses a weight's shape or norm, its updates are wrong: write "
