@@ -260,8 +260,8 @@ def check_updates(
     if is_same is False:
         raise ConfigurationError(
             f"The optimizer is {name}, which isn't element-wise: on a sample of weights, its "
-            f"updates of the shards that it receives at ZeRO stage {stage} (world size {world_size}) "
-            'differ from those of the weights. Write "deepspeed_config": '
+            f"updates of the shards that it receives at ZeRO stage {stage} (world size "
+            f'{world_size}) differ from those of the weights. Write "deepspeed_config": '
             '{"zero_optimization": {"stage": 0}}, or "adamw"'
         )
 
