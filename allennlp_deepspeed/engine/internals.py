@@ -215,6 +215,14 @@ def param_group_functions(optimizer: Any) -> Dict[str, Callable[..., Any]]:
     return {name: _read(optimizer, name) for name in names}
 
 
+def step_of_group(optimizer: Any) -> Callable[[int], None]:
+    """
+    Returns the method of ZeRO stages 1 to 3 that steps a group, at stage 3 a sub-group, with its
+    shard.
+    """
+    return _read(optimizer, "_optimizer_step")
+
+
 def copy_master_weights_to_model(optimizer: Any, sub_group: int) -> None:
     """Copies the fp32 shard of a sub-group to the model, in the model's precision, at stage 3."""
     _read(optimizer, "_reassign_or_swap_out_partitioned_parameters")(sub_group)

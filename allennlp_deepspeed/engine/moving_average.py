@@ -1,8 +1,6 @@
 """Moving averages of sharded weights."""
 
-import sys
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 import torch.distributed as dist
@@ -11,15 +9,15 @@ from allennlp.training.moving_average import ExponentialMovingAverage, MovingAve
 from overrides import overrides
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.interruption import TrainingInterrupted
-from allennlp_deepspeed.engine.shards import Fragment, Shards, full_shape
+from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
+from allennlp_deepspeed.engine.shards import Fragment, full_shape
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 
 # The state of a moving average for each parameter.
 _TENSORS = {"parameters", "shadows", "backups"}
 
 
-class ShardedMovingAverage(MovingAverage):
+class ShardedMovingAverage(EvaluationWeights):
     """
     Computes an AllenNLP `MovingAverage` of the weights that the optimizer updates, each rank for
     its shard, in fp32 at every precision. Not registered: the trainer wraps the `moving_average` of
@@ -39,14 +37,8 @@ class ShardedMovingAverage(MovingAverage):
 
     def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
         given = {parameter for _, parameter in moving_average._parameters}
-        self._shards = Shards(engine)
+        super().__init__(engine)
         self._fragments: Dict[Any, Fragment] = self._shards.fragments  # type: ignore[assignment]
-        super().__init__(
-            (str(i), shard)
-            for i, shard in enumerate(self._shards.masters)
-            # At stage 0 the optimizer may have frozen parameters.
-            if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
-        )
         self._full_parameters = moving_average._parameters
         stepped = {p for group in self._shards.groups for p in group if p.requires_grad}
         # ZeRO leaves parameters without elements out of its groups.
@@ -57,12 +49,9 @@ class ShardedMovingAverage(MovingAverage):
                 "ones: construct it from those of `model.named_parameters()` whose "
                 "`requires_grad` is true."
             )
-        # Called on every rank before the averages replace the weights.
-        self.before_assigning: Callable[[], None] = lambda: None
         self._take_shadows(moving_average._shadows)
         self._moving_average = moving_average
         self._replace_parameters()
-        self._error_when_assigned: Optional[BaseException] = None
 
     @classmethod
     def construct(
@@ -151,40 +140,12 @@ class ShardedMovingAverage(MovingAverage):
         self._moving_average.apply(num_updates)
 
     @overrides
-    def assign_average_value(self) -> None:
-        """Replaces the weights by the averages. Every rank must call it."""
-        self.before_assigning()
-        self._error_when_assigned = sys.exc_info()[1]
+    def _assign(self) -> None:
         self._moving_average.assign_average_value()
-        self._shards.update_parameters()
-
-    @contextmanager
-    def assigned(self) -> Iterator[None]:
-        """Context manager in which the averages are the weights. Every rank must enter it."""
-        self.assign_average_value()
-        try:
-            yield
-        finally:
-            self.restore()
 
     @overrides
-    def restore(self) -> None:
-        """
-        Restores the weights. Every rank must call it. On a rank that is failing it does nothing,
-        and the other ranks need not call it: AllenNLP calls it while the exception propagates.
-        """
-        if self._is_failing() and dist.get_world_size() > 1:
-            return
+    def _restore(self) -> None:
         self._moving_average.restore()
-        self._shards.update_parameters()
-
-    def _is_failing(self) -> bool:
-        """
-        Returns whether an exception has been raised since `assign_average_value` that other ranks
-        may not have.
-        """
-        error = sys.exc_info()[1]
-        return error is not self._error_when_assigned and not isinstance(error, TrainingInterrupted)
 
     @overrides
     def state_dict(self) -> Dict[str, Any]:

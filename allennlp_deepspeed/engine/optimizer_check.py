@@ -10,6 +10,7 @@ import re
 from typing import Any, Callable, Dict, List, Optional, Type, Union
 
 import torch
+import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import (
     DenseSparseAdam,
@@ -33,6 +34,7 @@ from allennlp_deepspeed.engine.offloaded_optimizers import (
     registered_class,
     unsupported_settings,
 )
+from allennlp_deepspeed.engine.optimizer_probe import updates_shards_as_weights
 from allennlp_deepspeed.engine.optimizers import DeepSpeedOptimizer, LionOptimizer, MuonOptimizer
 
 logger = logging.getLogger(__name__)
@@ -61,8 +63,8 @@ ELEMENTWISE = (
 
 # Searched in names of classes and in registered names.
 _NOT_ELEMENTWISE = re.compile(
-    "adafactor|adahessian|adamp$|came$|galore|^k?fac|lamb(?!da)|^lar[cs]|muon|novograd|sgdp$|shampoo"
-    "|^sm3|^soap",
+    "adafactor|adahessian|adamp$|came$|dadapt|galore|^k?fac|lamb(?!da)|^lar[cs]|muon|novograd|prodigy"
+    "|sgdp$|shampoo|^sm3|^soap|^swats",
     re.IGNORECASE,
 )
 
@@ -195,7 +197,8 @@ def check_elementwise(
     names = [name, *(each.__name__ for each in optimizer_class.__mro__)]
     if any(_NOT_ELEMENTWISE.search(name) for name in names):
         raise ConfigurationError(
-            f"{subject}, which isn't element-wise (it uses a weight's shape or norm), but at ZeRO "
+            f"{subject}, which isn't element-wise (it uses the shape or norm of a weight, or of "
+            "all), but at ZeRO "
             f'stage {config.zero_stage} it receives flattened shards: write "deepspeed_config": '
             '{"zero_optimization": {"stage": 0}}, or "adamw"'
         )
@@ -221,16 +224,78 @@ def _check_adagrad(subject: str, config: ResolvedConfig) -> None:
         )
 
 
-def warn_if_unknown(optimizer_class: Type[torch.optim.Optimizer], config: ResolvedConfig) -> None:
-    """Warns if an optimizer that gets shards isn't known to be element-wise."""
+def check_updates(
+    optimizer: torch.optim.Optimizer, config: ResolvedConfig, device: torch.device
+) -> None:
+    """
+    Checks that an optimizer that isn't known to be element-wise updates shards as it updates full
+    weights. Warns if that can't be tested.
+
+    # Parameters
+
+    optimizer : `torch.optim.Optimizer`, required.
+    config : `ResolvedConfig`, required.
+    device : `torch.device`, required.
+
+    # Raises
+
+    `ConfigurationError`
+        If it updates shards differently.
+    """
+    optimizer_class = type(optimizer)
     if config.zero_stage == 0 or is_elementwise(optimizer_class) or _is_muon(optimizer_class):
         return
-    logger.warning(
-        "%s may not be element-wise; at ZeRO-%d it receives flattened shards. If it uses a "
-        'weight\'s shape or norm, its updates are wrong: write "zero_optimization": {"stage": 0}.',
-        optimizer_class.__name__,
-        config.zero_stage,
-    )
+    name, stage = optimizer_class.__name__, config.zero_stage
+    # A single process may have no process group yet.
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    is_same = updates_shards_as_weights(optimizer, stage, world_size, device)
+    if is_same is None and (world_size == 1 or dist.get_rank() == 0):
+        logger.warning(
+            "%s may not be element-wise, which could not be tested; at ZeRO-%d it receives "
+            "flattened shards. If it uses a weight's shape or norm, its updates are wrong: write "
+            '"zero_optimization": {"stage": 0}.',
+            name,
+            stage,
+        )
+    if is_same is False:
+        raise ConfigurationError(
+            f"The optimizer is {name}, which isn't element-wise: on a sample of weights, its "
+            f"updates of the shards that it receives at ZeRO stage {stage} (world size "
+            f'{world_size}) differ from those of the weights. Write "deepspeed_config": '
+            '{"zero_optimization": {"stage": 0}}, or "adamw"'
+        )
+
+
+def has_modes(optimizer: Union[torch.optim.Optimizer, Type[torch.optim.Optimizer]]) -> bool:
+    """Returns whether `train` and `eval` of an optimizer must be called."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def check_modes(
+    optimizer: torch.optim.Optimizer, config: ResolvedConfig, has_moving_average: bool
+) -> None:
+    """
+    Checks that the weights can be replaced by those that an optimizer has for evaluation.
+
+    # Raises
+
+    `ConfigurationError`
+        If a moving average replaces them, too, or if they are on NVMe.
+    """
+    if not has_modes(optimizer):
+        return
+    subject = f"The optimizer is {type(optimizer).__name__}, whose `eval` changes the weights"
+    if has_moving_average:
+        raise ConfigurationError(
+            f"{subject} for evaluation, as 'trainer.moving_average' does: remove "
+            "'trainer.moving_average'"
+        )
+    if config.zero_stage == 3 and config.offload_device == "nvme":
+        raise ConfigurationError(
+            f"{subject} and needs them in memory, but "
+            f"'{ROOT}.zero_optimization.offload_optimizer.device' is \"nvme\": write "
+            '"device": "cpu"'
+        )
 
 
 def is_elementwise(optimizer_class: Type[torch.optim.Optimizer]) -> bool:

@@ -1,4 +1,5 @@
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Dict, Iterator, List, NamedTuple
 
 import torch
@@ -6,6 +7,7 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.sub_group_steps import SubGroupSteps
 
 
 class Fragment(NamedTuple):
@@ -219,6 +221,29 @@ class Shards:
                 yield
             finally:
                 empty()
+
+    @contextmanager
+    def steps_as_one(self) -> Iterator[None]:
+        """
+        Context manager in which all calls of the optimizer's `step` for its groups and sub-groups
+        are one step.
+        """
+        if not (self._is_partitioned or hasattr(self._optimizer, "averaged_gradients")):
+            yield
+            return
+        groups = getattr(self._optimizer, "sub_group_to_group_id", range(len(self.masters)))
+        step_group = internals.step_of_group(self._optimizer)
+        steps = SubGroupSteps(self._optimizer.optimizer)
+
+        def step_as_part(index: int) -> None:
+            if index == 0:
+                steps.start()
+            steps.step(groups[index], partial(step_group, index))
+            if index == len(self.masters) - 1:
+                steps.finish()
+
+        with internals.replace_attributes(self._optimizer, _optimizer_step=step_as_part):
+            yield
 
     def update_parameters(self) -> None:
         """Copies `masters` to the model's weights after a change. Every rank must call it."""

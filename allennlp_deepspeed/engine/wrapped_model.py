@@ -241,6 +241,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             allow_plain_backward(self.engine)
         if config.zero_stage > 0:
             enter(mock.patch.object(self.optimizer, "add_param_group", _refuse_group))
+            enter(Shards(self.engine).steps_as_one())
         if config.zero_stage == 3:
             enter(released_parameters.refuse_access_to_released(self.engine))
             enter(Shards(self.engine).parameters_in_param_groups())

@@ -6,8 +6,8 @@ from allennlp.data.data_loaders import TensorDict
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine import loss_scaling
+from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
 from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
-from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, mark_phase, phase
 from allennlp_deepspeed.engine.weight_changes import RequiresGradDetector, WeightChangeDetector
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -42,7 +42,7 @@ class GradientStep:
         `None` if losses aren't weighted.
     reshard_after_micro_batch : `ReshardAfterMicroBatch`, optional (default = `None`)
         `None` if parameters aren't sharded, or are resharded after each micro-batch.
-    moving_average : `ShardedMovingAverage`, optional (default = `None`)
+    moving_average : `EvaluationWeights`, optional (default = `None`)
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GradientStep:
         run_backward: Optional[Callable[[Outputs], bool]] = None,
         loss_weights: Optional[LossWeights] = None,
         reshard_after_micro_batch: Optional[ReshardAfterMicroBatch] = None,
-        moving_average: Optional[ShardedMovingAverage] = None,
+        moving_average: Optional[EvaluationWeights] = None,
     ) -> None:
         self._check_parameters = wrapped_model.check_parameters
         self._engine = wrapped_model.engine

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
 
 import torch
-import torch.distributed as dist
 from allennlp.common import Lazy
 from allennlp.common import util as common_util
 from allennlp.common.checks import ConfigurationError
@@ -130,6 +129,8 @@ def construct(
     steps_with = given or offloaded_optimizers.adapt_for_offload(optimizer, config)
     _check_empty_groups(given, arguments)
     empty_groups = _empty_groups(steps_with)
+    if steps_with is not None:
+        optimizer_check.check_modes(steps_with, config, arguments["moving_average"] is not None)
     wrapped_model = wrap_model(
         model,
         config,
@@ -243,10 +244,8 @@ def wrap_model(
     else:
         name = type(optimizer).__name__
         optimizer_check.check_elementwise(f"The optimizer is {name}", name, type(optimizer), config)
-    wrapped_model = DeepSpeedWrappedModel(model, config, optimizer=optimizer, **kwargs)
-    if optimizer is not None and dist.get_rank() == 0:
-        optimizer_check.warn_if_unknown(type(optimizer), config)
-    return wrapped_model
+        optimizer_check.check_updates(optimizer, config, kwargs["device"])
+    return DeepSpeedWrappedModel(model, config, optimizer=optimizer, **kwargs)
 
 
 @contextmanager

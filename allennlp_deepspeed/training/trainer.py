@@ -57,12 +57,14 @@ from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine import collectives, loss_scaling, phases, worker_failure
 from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
 from allennlp_deepspeed.engine.interruption import (
     TrainingInterrupted,
     TrainingInterruption,
     interrupted,
 )
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.engine.optimizer_modes import OptimizerModes
 from allennlp_deepspeed.engine.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.weights import ParameterSelection, modified_weights
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
@@ -173,7 +175,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     _ddp_wrapped_model: DeepSpeedWrappedModel
     _checkpointer: Optional[DeepSpeedCheckpointer]
-    _moving_average: Optional[ShardedMovingAverage]
+    _moving_average: Optional[EvaluationWeights]
     _validation_data_loader: Any
     _is_constructed = False
 
@@ -277,6 +279,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     self._moving_average,
                     wrapped_model,
                     self._weight_change_detector.raise_if_changed,
+                )
+            else:
+                self._moving_average = OptimizerModes.construct(
+                    wrapped_model, self._weight_change_detector.raise_if_changed
                 )
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.call_before_destroy(LogWriters(self).remove)

@@ -126,6 +126,20 @@ def test_what_is_recomputed_lets_go_of_parameters() -> bool:
     return _fails(lambda: engine.backward(engine(torch.ones(1, 2)).sum()))
 
 
+@worked_around_by("engine.sub_group_steps.SubGroupSteps")
+def test_an_optimizer_is_stepped_once_for_each_group() -> bool:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    model = TwoLayers()
+    optimizer = Counting([{"params": [p]} for p in model.parameters()], lr=1.0)
+    train(engine_of(model, 3, optimizer))
+    return optimizer.param_groups[0]["count"] == 2
+
+
 @worked_around_by("engine.weights.set_full_parameter")
 def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
     """The method of the optimizer, with what it asks for on the second of two ranks."""
