@@ -416,9 +416,10 @@ NEW_TRAINER_KEYS: List[str] = [
 ]
 """The keys that AllenNLP's own trainer would ignore silently."""
 
-# AllenNLP's keys that divide the work among workers and micro-batches, and the number of epochs.
+# AllenNLP's keys that divide the work among workers and micro-batches, the number of epochs, and the
+# metric that compares them.
 _MAY_CHANGE = (
-    r"distributed(\..*)?|trainer\.(cuda_device|num_epochs)"
+    r"distributed(\..*)?|trainer\.(cuda_device|num_epochs|validation_metric)"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
 )
 

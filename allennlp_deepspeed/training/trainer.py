@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from allennlp.common import Lazy
+from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import (
     DataLoader,
     TensorDict,
@@ -96,7 +97,7 @@ from allennlp_deepspeed.training.fixed_attributes import check_assignment, check
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
-from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
+from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker, UnknownMetricError
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reduction_schedule import ReductionSchedule
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -173,6 +174,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     _ddp_wrapped_model: DeepSpeedWrappedModel
     _checkpointer: Optional[DeepSpeedCheckpointer]
+    _metric_tracker: AgreedMetricTracker
     _moving_average: Optional[ShardedMovingAverage]
     _validation_data_loader: Any
     _is_constructed = False
@@ -241,9 +243,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
             self._has_trained = False
             self._directories = find_directories(arguments, wrapped_model.config)
+            self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
             if distributed:
                 self._primary = self._directories.is_leader
-                self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
                 self._validation_data_loader = with_even_batches(
                     self._validation_data_loader, model, self.cuda_device
                 )
@@ -281,6 +283,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.call_before_destroy(LogWriters(self).remove)
             wrapped_model.call_before_destroy(report.close)
+            wrapped_model.call_before_destroy(self._distributed_metrics.close)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
             keep_batches_on_cpu(data_loader, wrapped_model)
@@ -423,9 +426,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         is_compiled = self.resolved_config.torch_compile is not None
         if self._primary and (is_compiled or self._progress.resume_point > PointInTime(0, 0)):
             self._skip_confidence_checks()
+        self._check_validation_metric()
         self._fast_forward.start_training()
         try:
             with (
+                self._save_if_metric_is_unknown(),
                 self._skip_copy_of_best_weights(),
                 self._ddp_wrapped_model.check_parameters_on_error(),
             ):
@@ -459,6 +464,54 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for callback in self._callbacks:
             if isinstance(callback, ConfidenceChecksCallback):
                 callback._verification.destroy_hooks()
+
+    def _check_validation_metric(self) -> None:
+        """
+        Compares the names in `validation_metric` with the metrics that the model has before the
+        first step. It may add others later, in forward or in `get_metrics(reset=True)`.
+
+        # Raises
+
+        `ConfigurationError`
+            If the model has no metrics.
+        """
+        of_trainer = ["loss"]
+        if self.model.get_regularization_penalty() is not None:
+            of_trainer.append("reg_loss")
+        if self._validation_data_loader is None or set(self._metric_tracker.names) <= {*of_trainer}:
+            return
+        has_metrics = getattr(self.model.get_metrics, "__func__", None) is not Model.get_metrics
+        self._pytorch_model.eval()
+        try:
+            of_model = list(self.model.get_metrics())
+        except Exception as error:  # before the first call, of anything
+            logger.info("get_metrics() of the model fails before the first step: %r", error)
+            of_model = self._metric_tracker.names
+            self._fast_forward.saves_during_validation = True
+        problem = self._metric_tracker.describe_missing({*of_trainer, *of_model})
+        if problem is not None and not has_metrics:
+            raise ConfigurationError(problem)
+        if problem is not None:
+            self._fast_forward.saves_during_validation = True
+            logger.warning("%s The model must add it by the end of the first validation.", problem)
+
+    @contextmanager
+    def _save_if_metric_is_unknown(self) -> Iterator[None]:
+        """
+        Context manager that saves a checkpoint from which a run with another `validation_metric`
+        repeats the validation.
+        """
+        try:
+            yield
+        except UnknownMetricError as error:
+            if self._checkpointer is None or not self._checkpointer.saves:
+                raise
+            self._fast_forward.interrupt_validation()
+            self._checkpointer.save_before_exit(self, self._progress.point)
+            raise ConfigurationError(
+                f"{error.message} Correct it, and add --recover to the command: the run continues "
+                "with this validation."
+            ) from error
 
     @contextmanager
     def _skip_copy_of_best_weights(self) -> Iterator[None]:
@@ -647,6 +700,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._loss_of_validation.start()
         try:
             result = self._loss_of_validation.weight_by_tokens(super()._validation_loss(epoch))
+            self._distributed_metrics.check_calls()
             self._extensions.check(self.cuda_device)
         except TrainingInterrupted as interruption:
             # Here the moving average has been removed from the weights.
@@ -705,6 +759,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if status.has_changed_weights:
             self._weight_change_detector.raise_error()
         self._extensions.check(self.cuda_device)
+        self._distributed_metrics.check_calls()
         self._weight_change_detector.is_due = True
         self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_figures())
         return status
