@@ -222,6 +222,14 @@ class DeepSpeedCheckpointer(Checkpointer):
             self.save_checkpoint(trainer)
 
     @property
+    def last_saved(self) -> Optional[str]:
+        """Returns the name of the last checkpoint that was saved or loaded, `None` before."""
+        point = self._last_save
+        if point == PointInTime(0, 0):
+            return None
+        return os.path.basename(self._checkpoints.path(point))
+
+    @property
     def saves(self) -> bool:
         """Returns whether checkpoints can be saved."""
         return not self._saves_nothing

@@ -1,5 +1,5 @@
 """
-Finds metrics that communicate in each call and that the ranks call different numbers of times, which
+Finds metrics that communicate in each call and that the ranks call different numbers of times: they
 would wait for `distributed.timeout`, or be reduced with the values of something else.
 """
 
@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple, cast
 
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
@@ -42,7 +42,7 @@ class MetricCallMonitor:
 
     def __init__(self) -> None:
         self._default_group: Any = distributed_c10d._get_default_group()
-        self._group: Any = dist.new_group()
+        self._group = cast(Any, dist.new_group())
         store = distributed_c10d._get_default_store().clone()
         self._store = dist.PrefixStore(f"metric_calls/{self._group.group_name}", store)
         # The metric that is being called, and the number of collectives of metrics before.
@@ -119,7 +119,7 @@ class MetricCallMonitor:
 
     def _entered_in_other_groups(self) -> Entered:
         return {
-            group.group_name: group._get_sequence_number_for_group()
+            group.group_name: group._get_sequence_number_for_group()  # type: ignore[attr-defined]
             for group in list(distributed_c10d._world.pg_map)
             if group is not self._group
         }

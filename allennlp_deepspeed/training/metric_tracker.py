@@ -25,9 +25,7 @@ class AgreedMetricTracker(MetricTracker):
     patience : `int`, optional (default = `None`)
     """
 
-    def __init__(
-        self, metric_name: Union[str, List[str]], patience: Optional[int] = None
-    ) -> None:
+    def __init__(self, metric_name: Union[str, List[str]], patience: Optional[int] = None) -> None:
         super().__init__(metric_name, patience)
         self._metric_name = metric_name
 

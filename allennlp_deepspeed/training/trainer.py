@@ -66,6 +66,7 @@ from allennlp_deepspeed.engine.interruption import (
 from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.weights import ParameterSelection, modified_weights
+from allennlp_deepspeed.engine.worker_failure import NotANumberError
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
@@ -98,6 +99,7 @@ from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker, UnknownMetricError
+from allennlp_deepspeed.training.nan_loss import describe_nan_loss, describe_nan_validation
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reduction_schedule import ReductionSchedule
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -701,6 +703,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         try:
             result = self._loss_of_validation.weight_by_tokens(super()._validation_loss(epoch))
             self._distributed_metrics.check_calls()
+            problem = describe_nan_validation(result[0], epoch)
+            if problem is not None:
+                logger.warning(problem)
             self._extensions.check(self.cuda_device)
         except TrainingInterrupted as interruption:
             # Here the moving average has been removed from the weights.
@@ -720,7 +725,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         # Raises
 
-        `ValueError`
+        `NotANumberError`
             On every rank, if the loss of any rank was NaN, or gradients in fp32 and bf16.
         `RuntimeError`
             On every rank, if ranks used different parameters where that makes gradients wrong, or
@@ -729,10 +734,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             If a callback has been added that the engine isn't prepared for.
         """
         callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
-        interval, progress = self._step_metrics.logging_interval, self._progress
+        interval, losses = self._step_metrics.logging_interval, self._step_metrics.losses
+        own_steps_since_nan = losses.pop_steps_since_nan()
         status = all_reduce_status(
             self.cuda_device,
-            steps_since_nan=self._step_metrics.losses.pop_steps_since_nan(),
+            steps_since_nan=own_steps_since_nan,
             used_parameters_checksum=self._gradient_synchronizer.used_parameters_checksum(),
             signal_number=self._interruption.signal_number,
             is_time_to_save=self._checkpointer is not None
@@ -742,13 +748,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             seconds_per_step=interval.seconds_per_step(),
         )
         if status.steps_since_nan:
-            steps_ago = status.steps_since_nan - 1
-            raise ValueError(
-                "nan loss encountered at step "
-                f"{progress.batches_in_epoch_completed - steps_ago} of epoch {epoch + 1} "
-                f"(global step {progress.total_batches_completed - steps_ago})"
+            raise NotANumberError(
+                describe_nan_loss(
+                    self, epoch, status.steps_since_nan, own_steps_since_nan, losses.nan_terms
+                )
             )
-        self._gradient_step.check(progress.total_batches_completed)
+        self._gradient_step.check(self._progress.total_batches_completed)
         if status.ranks_differ:
             raise RuntimeError(
                 f"In one of the last {interval.num_steps_since_log} steps the workers used "

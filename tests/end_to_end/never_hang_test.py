@@ -312,3 +312,34 @@ def test_workers_that_are_slow_are_none_that_call_metrics_differently(tmp_path: 
         **callback("sleep", point="step 2 of epoch 0", rank=1, seconds=13),
     }
     train(tagger(2, changes), tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    "stage, changes, rank, pass_number",
+    [(0, {"distributed": None, "trainer.cuda_device": -1}, 0, 1), (2, {}, 1, 9), (3, {}, 0, 3)],
+)
+def test_a_loss_of_nan_ends_with_one_paragraph(
+    tmp_path: Path,
+    stage: int,
+    changes: Config,
+    rank: int,
+    pass_number: int,
+    expect_message: Callable[[str], None],
+):
+    model = {"model.rank": rank, "model.pass_number": pass_number, "model.in_training": True}
+    config = tagger(
+        stage, {"model.type": "nan_tagger", "trainer.callbacks": [], **model, **changes}
+    )
+    run = train(config, tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.output, run.output[-6000:]
+    *_, before, message, log = run.output.splitlines()
+    assert before == "" and log.startswith("(Full traceback: ")
+    expect_message(message)
+
+
+def test_a_validation_loss_of_nan_is_told(tmp_path: Path, expect_message: Callable[[str], None]):
+    model = {"model.rank": 1, "model.pass_number": 2, "model.in_training": False}
+    config = tagger(2, {"model.type": "nan_tagger", "trainer.callbacks": [], **model})
+    run = train(config, tmp_path, environment={"ALLENNLP_LOG_LEVEL": ""}).check()
+    (line,) = (line for line in run.output.splitlines() if "NaN" in line)
+    expect_message(line)
