@@ -125,6 +125,11 @@ class DistributedMetrics:
             for identity in monitored:
                 del _monitored[identity]
 
+    @property
+    def calls_checksum(self) -> int:
+        """Returns a checksum of the calls of metrics that communicate in them."""
+        return 0 if self._monitor is None else self._monitor.checksum
+
     def check_calls(self) -> None:
         """
         Checks that the ranks have called metrics that communicate in calls in the same order. One

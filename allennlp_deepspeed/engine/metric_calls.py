@@ -57,7 +57,8 @@ class MetricCallMonitor:
     def restart_counts(self) -> None:
         """Counts from zero again, for messages. Every rank must call it, after a collective."""
         self._counts: Counter = Counter()
-        self._checksum = 0
+        self.checksum = 0
+        """A checksum of the calls, which is the same on all ranks."""
 
     def close(self) -> None:
         """Ends the thread. Not a collective."""
@@ -94,7 +95,7 @@ class MetricCallMonitor:
             if num_collectives > 0:
                 self._counts[metric] += num_collectives
                 call = f"{metric} {num_collectives}".encode()
-                self._checksum = zlib.crc32(call, self._checksum)
+                self.checksum = zlib.crc32(call, self.checksum)
                 self._last = self._num_entered, self._entered_in_other_groups()
             self._call = None
 
@@ -108,7 +109,7 @@ class MetricCallMonitor:
         `ConfigurationError`
             If a metric was reduced with the values of another.
         """
-        own = self._checksum, self._counts
+        own = self.checksum, self._counts
         checksums, counts = zip(*collectives.all_gather_object(own))
         if len(set(checksums)) > 1:
             raise ConfigurationError(_describe(counts))
@@ -197,11 +198,13 @@ def _describe(of_ranks: Any) -> str:
     names = sorted(set().union(*of_ranks))
     numbers = {name: [counts.get(name, 0) for counts in of_ranks] for name in names}
     lines = [f"{name} {_by_rank(n)}" for name, n in numbers.items() if len(set(n)) > 1]
-    reductions = f"reductions of {'; '.join(lines)}" if lines else f"another order of {names}"
+    difference = f"the order of {', '.join(names)} differs"
+    if lines:
+        difference = f"there were reductions of {'; '.join(lines)}"
     return (
         "Metrics that reduce over the workers in each call must be called equally often, and in "
-        "the same order, on each worker. Since the start of the epoch or validation there were "
-        f"{reductions}. List the attributes that calls add to in the metric's class, "
+        "the same order, on each worker. Since the start of the epoch or validation "
+        f"{difference}. List the attributes that calls add to in the metric's class, "
         "`summed_attributes = (...)`: they are then summed when metrics are read, and workers may "
         "call it as often as they like."
     )

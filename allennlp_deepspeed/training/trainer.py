@@ -731,7 +731,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             On every rank, if ranks used different parameters where that makes gradients wrong, or
             if weights have been changed where the change is lost.
         `ConfigurationError`
-            If a callback has been added that the engine isn't prepared for.
+            If a callback has been added that the engine isn't prepared for, and on every rank, if
+            ranks called metrics that communicate in different orders.
         """
         callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
         interval, losses = self._step_metrics.logging_interval, self._step_metrics.losses
@@ -740,6 +741,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self.cuda_device,
             steps_since_nan=own_steps_since_nan,
             used_parameters_checksum=self._gradient_synchronizer.used_parameters_checksum(),
+            metric_calls_checksum=self._distributed_metrics.calls_checksum,
             signal_number=self._interruption.signal_number,
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
@@ -763,8 +765,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         if status.has_changed_weights:
             self._weight_change_detector.raise_error()
+        if status.metric_calls_differ:
+            self._distributed_metrics.check_calls()
         self._extensions.check(self.cuda_device)
-        self._distributed_metrics.check_calls()
         self._weight_change_detector.is_due = True
         self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_figures())
         return status

@@ -93,7 +93,7 @@ def test_a_metric_may_be_there_after_the_first_validation_only(tmp_path: Path, a
         "trainer.validation_metric": "+late_accuracy",
     }
     train(tagger(2, TWO_WORKERS, model), tmp_path).check()
-    metrics = Result(tmp_path / "out").metrics_of_epochs()[-1]
+    metrics = Result(tmp_path / "out").final_metrics()
     assert metrics["best_validation_late_accuracy"] == metrics["best_validation_accuracy"]
 
 
@@ -103,6 +103,6 @@ def test_another_metric_judges_the_epochs_after_a_recovery(tmp_path: Path):
     (tmp_path / "out" / "model.tar.gz").unlink()
     config["trainer"].update(num_epochs=3, validation_metric="-loss")
     train(config, tmp_path, "--recover").check()
-    epochs = Result(tmp_path / "out").metrics_of_epochs()
-    losses = [epoch["validation_loss"] for epoch in epochs]
-    assert len(losses) == 3 and epochs[-1]["best_validation_loss"] == min(losses)
+    result = Result(tmp_path / "out")
+    losses = [epoch["validation_loss"] for epoch in result.epochs()]
+    assert len(losses) == 3 and result.final_metrics()["best_validation_loss"] == min(losses)
