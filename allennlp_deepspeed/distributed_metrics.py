@@ -15,7 +15,7 @@ import inspect
 import logging
 import sys
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Set, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Type
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch.distributed import ReduceOp
 
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.metric_calls import MetricCallMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ _REDUCTIONS = {"all_gather", "all_reduce", "dist_reduce", "dist_reduce_sum", "is
 # Identities of the metrics whose calls wait to be summed, and of those that are being called.
 _deferred: Set[int] = set()
 _called: Set[int] = set()
+# Monitors and names of the metrics whose calls may communicate, by identity, in forward passes.
+_monitored: Dict[int, Tuple[Any, str]] = {}
 
 
 class DistributedMetrics:
@@ -58,10 +61,13 @@ class DistributedMetrics:
         apply()
         self._model = model
         self._metrics: Dict[str, Metric] = {}
+        self._others: Dict[str, Metric] = {}
+        self._monitor: Optional[MetricCallMonitor] = None
         if collectives.world_size() > 1:
             # Before `torch.compile` leaves out their calls.
             for metric in _named_metrics(model).values():
-                _is_deferrable(metric)
+                if not _is_deferrable(metric):
+                    _monitor_calls(type(metric))
 
     @property
     def are_deferred(self) -> bool:
@@ -80,8 +86,11 @@ class DistributedMetrics:
         """
         if collectives.world_size() == 1:
             return
-        found = {name: m for name, m in _named_metrics(self._model).items() if _is_deferrable(m)}
-        of_ranks = collectives.all_gather_object(sorted(found))
+        metrics = _named_metrics(self._model)
+        found = {name: metric for name, metric in metrics.items() if _is_deferrable(metric)}
+        of_ranks, others = zip(
+            *collectives.all_gather_object((sorted(found), metrics.keys() - found.keys()))
+        )
         if any(names != of_ranks[0] for names in of_ranks):
             differing = set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)
             raise RuntimeError(f"Only some workers have these metrics: {sorted(differing)}.")
@@ -90,16 +99,54 @@ class DistributedMetrics:
             _prepend_call(type(metric), "reset", _drop_counts)
             _prepend_call(type(metric), "get_metric", _refuse_in_forward_pass)
         self._metrics = found
+        self._others = {name: metrics[name] for name in set.intersection(*map(set, others))}
+        for metric in self._others.values():
+            _monitor_calls(type(metric))
+        if self._others and self._monitor is None:
+            self._monitor = MetricCallMonitor()
+        if self._monitor is not None:
+            self._monitor.restart_counts()
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Context manager within which calls of these metrics count on this rank alone."""
+        """
+        Context manager within which calls of these metrics count on this rank alone, and those of
+        other metrics are monitored.
+        """
         identities = set(map(id, self._metrics.values())) - _deferred
         _deferred.update(identities)
+        others = {id(metric): (self._monitor, name) for name, metric in self._others.items()}
+        monitored = {key: value for key, value in others.items() if key not in _monitored}
+        _monitored.update(monitored)
         try:
             yield
         finally:
             _deferred.difference_update(identities)
+            for identity in monitored:
+                del _monitored[identity]
+
+    @property
+    def calls_checksum(self) -> int:
+        """Returns a checksum of the calls of metrics that communicate in them."""
+        return 0 if self._monitor is None else self._monitor.checksum
+
+    def check_calls(self) -> None:
+        """
+        Checks that the ranks have called metrics that communicate in calls in the same order. One
+        all-gather of objects, if there are such metrics. To be called by every rank.
+
+        # Raises
+
+        `ConfigurationError`
+            If they haven't.
+        """
+        if self._monitor is not None:
+            self._monitor.check()
+
+    def close(self) -> None:
+        """Ends the monitoring of calls."""
+        if self._monitor is not None:
+            self._monitor.close()
 
     def all_reduce(self) -> None:
         """
@@ -269,6 +316,24 @@ def _count_locally(metric_class: Any) -> None:
 
     count.counts_locally = True  # type: ignore[attr-defined]
     metric_class.__call__ = count
+
+
+def _monitor_calls(metric_class: Any) -> None:
+    """Wraps a class so that its calls are monitored in forward passes."""
+    if hasattr(vars(metric_class).get("__call__"), "is_monitored"):
+        return
+    call = metric_class.__call__
+
+    @functools.wraps(call)
+    def monitor(self: Metric, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in _monitored:
+            return call(self, *args, **kwargs)
+        calls, name = _monitored[id(self)]
+        with calls.calling(f"{type(self).__name__} ('{name}')"):
+            return call(self, *args, **kwargs)
+
+    monitor.is_monitored = True  # type: ignore[attr-defined]
+    metric_class.__call__ = monitor
 
 
 @contextmanager

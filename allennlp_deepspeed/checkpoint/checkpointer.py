@@ -221,6 +221,28 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self.save_on_preemption and now != self._last_save:
             self.save_checkpoint(trainer)
 
+    @property
+    def last_saved(self) -> Optional[str]:
+        """Returns the name of the last checkpoint that was saved or loaded, `None` before."""
+        point = self._last_save
+        if point == PointInTime(0, 0):
+            return None
+        return os.path.basename(self._checkpoints.path(point))
+
+    @property
+    def saves(self) -> bool:
+        """Returns whether checkpoints can be saved."""
+        return not self._saves_nothing
+
+    def save_before_exit(self, trainer: TrainerProtocol, point: PointInTime) -> None:
+        """
+        Saves a checkpoint before all ranks exit with an error, if the last is of an earlier point
+        in time, and waits for it. Must be called on every rank.
+        """
+        if point != self._last_save:
+            self.save_checkpoint(trainer)
+        self.finish()
+
     def is_saved(self, point: PointInTime, is_preempted: bool) -> bool:
         """
         Returns whether a training that is stopped at this point in time, which it has just reached,

@@ -299,8 +299,8 @@ CHECKPOINTER_KEYS: Dict[str, Key] = {
     "keep_most_recent_by_count": Key(
         Optional[NonNegativeInt],
         default=2,
-        doc="The number of newest checkpoints to keep. If this and `keep_most_recent_by_age` "
-        "are `null`, all checkpoints are kept.",
+        doc="The number of newest checkpoints to keep; 0 keeps the newest, too. If this and "
+        "`keep_most_recent_by_age` are `null`, all checkpoints are kept.",
     ),
     "keep_most_recent_by_age": Key(
         Optional[NonNegativeFloat],
@@ -416,9 +416,10 @@ NEW_TRAINER_KEYS: List[str] = [
 ]
 """The keys that AllenNLP's own trainer would ignore silently."""
 
-# AllenNLP's keys that divide the work among workers and micro-batches, and the number of epochs.
+# AllenNLP's keys that divide the work among workers and micro-batches, the number of epochs, and
+# the metric that compares them.
 _MAY_CHANGE = (
-    r"distributed(\..*)?|trainer\.(cuda_device|num_epochs)"
+    r"distributed(\..*)?|trainer\.(cuda_device|num_epochs|validation_metric)"
     r"|(validation_)?data_loader\.(batch_sampler\.)?batch_size"
 )
 

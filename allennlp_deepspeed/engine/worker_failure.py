@@ -51,6 +51,10 @@ class PeerFailed(RuntimeError):
     """Error of a rank that has been notified of the failure of another rank, and its reason."""
 
 
+class NotANumberError(ValueError):
+    """Error of all ranks if one of them has a NaN. Its message is for the user."""
+
+
 class RendezvousError(RuntimeError):
     """Error of ranks that haven't found each other. One of them may have been killed."""
 
@@ -78,6 +82,8 @@ class Failure:
         Whether every rank exits at the same step, because of a signal.
     is_consequence : `bool`, optional (default = `False`)
         Whether another rank has failed earlier.
+    is_of_all_ranks : `bool`, optional (default = `False`)
+        Whether every rank raises it, and its message is for the user, without a traceback.
     """
 
     rank: int
@@ -89,6 +95,7 @@ class Failure:
     step: Optional[int] = None
     is_agreed: bool = False
     is_consequence: bool = False
+    is_of_all_ranks: bool = False
 
     @property
     def is_final(self) -> bool:
@@ -113,6 +120,8 @@ class Failure:
         where = f"\n(Full traceback: {self.log_file})" if self.log_file else ""
         if self.explanation is not None:
             return self.explanation + where
+        if self.is_of_all_ranks:
+            return self.traceback + where
         return f"Rank {self.rank} on {self.host} failed:\n\n{self.traceback.rstrip()}{where}"
 
 
@@ -215,6 +224,7 @@ def _describe(error: BaseException, step: Optional[int]) -> Failure:
         step=step,
         is_agreed=is_agreed,
         is_consequence=is_consequence,
+        is_of_all_ranks=isinstance(error, NotANumberError),
     )
 
 
@@ -271,7 +281,12 @@ def _write(failure: Failure) -> None:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Returns the traceback without the frames of libraries before the first of the user's code."""
+    """
+    Returns the traceback without the frames of libraries before the first of the user's code, or
+    the message if that is for the user.
+    """
+    if isinstance(error, NotANumberError):
+        return str(error)
     described = traceback.TracebackException.from_exception(error)
     _remove_library_frames(described)
     lines = "".join(described.format()).splitlines()

@@ -2,6 +2,7 @@
 Lines before and after a training.
 """
 
+import json
 import logging
 import os
 import shlex
@@ -46,6 +47,8 @@ def announce_start_and_end(arguments: Dict[str, Any], is_shown: bool) -> Iterato
         announce(logger, "Reading data. Logs: %s", logs)
     yield
     if is_shown and not arguments.get("dry_run"):
+        if config.get("evaluate_on_test"):
+            announce(logger, "Test metrics: %s", _test_metrics(directory))
         announce(logger, "%s", "\n".join(_next_commands(directory, config, arguments)))
 
 
@@ -72,6 +75,17 @@ def print_how_to_resume(arguments: Dict[str, Any]) -> Iterator[None]:
         if not is_command():
             raise
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _test_metrics(directory: str) -> str:
+    with open(os.path.join(directory, "metrics.json")) as file:
+        metrics = json.load(file)
+    numbers = {
+        name.removeprefix("test_"): value
+        for name, value in sorted(metrics.items())
+        if name.startswith("test_") and isinstance(value, (int, float))
+    }
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
 
 
 def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]) -> List[str]:

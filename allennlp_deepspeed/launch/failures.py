@@ -17,7 +17,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader
 
-from allennlp_deepspeed.engine.worker_failure import user_traceback
+from allennlp_deepspeed.engine.worker_failure import NotANumberError, user_traceback
 from allennlp_deepspeed.launch import construction_errors
 from allennlp_deepspeed.launch.agent import WorkerFailed
 
@@ -79,11 +79,11 @@ def _is_called_by_command() -> bool:
 
 def end_command_with(error: BaseException, shortens_traceback: bool = False) -> None:
     """
-    Makes the command end with the message of an error about the config. On any other error it ends
-    with the traceback, on request from the first frame of the user's code.
+    Makes the command end with the message of an error about the config, or of a NaN. On any other
+    error it ends with the traceback, on request from the first frame of the user's code.
     """
     message = str(error) if isinstance(error, WorkerFailed) else config_error_message(error)
-    if message is None and shortens_traceback:
+    if message is None and (shortens_traceback or isinstance(error, NotANumberError)):
         message = user_traceback(error)
     if message is not None and not hasattr(error, _ATTRIBUTE):
         show_instead_of_traceback(error, message)

@@ -117,7 +117,7 @@ def _optimizer(trainer: Any) -> str:
     begins = trainer.progress.total_batches_completed_at_start == 0
     if begins and peak is not None and peak > rates[-1]:
         texts.append(f"learning rate {rate}, warming up to {peak:g}")
-    elif rates[-1] > 0:
+    elif rates[-1] > 0 or scheduler is None:
         texts.append(f"learning rate {rate}")
     return ", ".join([*texts, _schedule(scheduler)])
 
@@ -230,6 +230,11 @@ def _checkpoints(trainer: Any, serialization_dir: str) -> str:
         times.append("on SIGTERM")
     if not times:
         return "none"
-    kept = keys["keep_most_recent_by_count"]
     text = f"saved to {os.path.join(serialization_dir, '')} {' and '.join(times)}"
-    return text if kept is None else f"{text}, newest {kept} kept"
+    count, age = keys["keep_most_recent_by_count"], keys["keep_most_recent_by_age"]
+    if count is None and age is None:
+        return text
+    text += f", newest {max(1, count or 0)} kept"
+    if count == 0:
+        text += " (keep_most_recent_by_count 0: a run resumes from it)"
+    return text if age is None else f"{text}, and those of the last {age:g} s"

@@ -10,6 +10,7 @@ from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
 from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, mark_phase, phase
 from allennlp_deepspeed.engine.weight_changes import RequiresGradDetector, WeightChangeDetector
+from allennlp_deepspeed.engine.worker_failure import NotANumberError
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.interval_metrics import StepFigures
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
@@ -232,11 +233,11 @@ class GradientStep:
 
         # Raises
 
-        `ValueError`
+        `NotANumberError`
             If the last step has been skipped.
         """
         if self.has_failed:
-            raise ValueError(
+            raise NotANumberError(
                 f"NaN or infinite gradients encountered at global step {num_steps}, "
                 "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the "
                 "model's constructor finds the operation, for example a square root, a norm or a "

@@ -60,7 +60,7 @@ class FastForward:
         self._callbacks = callbacks
         self._running_loss = running_loss
         self._validations = validations
-        self._saves_during_validation = saves_during_validation
+        self.saves_during_validation = saves_during_validation
         self._epoch_starts: List[Dict[str, Any]] = []
         self._initial_fingerprints: Optional[Dict[str, Any]] = None
         # The state of this worker before validation, in the epoch that is validated.
@@ -159,7 +159,7 @@ class FastForward:
             # Reading to the end of the data may have changed them.
             set_random_states(self._interrupted_validation["random_states"])
             self._interrupted_validation = None
-        if self._saves_during_validation:
+        if self.saves_during_validation:
             self._before_validation = {
                 "random_states": random_states(),
                 "modules": self._module_states(),

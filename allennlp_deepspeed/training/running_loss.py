@@ -1,6 +1,6 @@
 import itertools
 import math
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 
@@ -15,6 +15,10 @@ class Losses(NamedTuple):
     train_reg_loss: Optional[float]
     batch_loss: float
     batch_reg_loss: Optional[float]
+
+
+# Outputs of a model by name.
+Terms = Dict[str, torch.Tensor]
 
 
 class RunningLoss:
@@ -40,12 +44,14 @@ class RunningLoss:
     def start_epoch(self, has_regularizer: bool) -> None:
         self._has_regularizer = has_regularizer
         self._losses = Losses(0.0, 0.0, 0.0, 0.0)
-        # For each step the loss and the regularization loss of each micro-batch, and the number
-        # of micro-batches that divides them.
-        self._unread: List[Tuple[List[torch.Tensor], List[torch.Tensor], int]] = []
+        # For each step the loss, the regularization loss and the other terms of each micro-batch,
+        # and the number of micro-batches that divides them.
+        self._unread: List[Tuple[List[torch.Tensor], List[torch.Tensor], List[Terms], int]] = []
         self._num_unread = 0
         self._num_steps = 0
         self._nan_step = 0
+        self.nan_terms: List[str] = []
+        """The NaN outputs of the model in the first step with a NaN loss, such as "reg_loss"."""
         # The losses of the steps since the last call of `pop_mean`.
         self._losses_since: List[float] = []
 
@@ -60,16 +66,23 @@ class RunningLoss:
         """
         if self._num_unread > self.max_unread:
             self.read()
-        self._unread.append(([], [], num_accumulation_steps))
+        self._unread.append(([], [], [], num_accumulation_steps))
 
     def add(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
         """Adds the losses of one micro-batch of the step."""
-        losses, reg_losses, _ = self._unread[-1]
+        losses, reg_losses, terms, _ = self._unread[-1]
         # Copies, because the model and callbacks may change the tensors.
         # A number, without a gradient, is refused by backward.
         losses.append(torch.as_tensor(batch_outputs["loss"]).detach().clone())
         if "reg_loss" in batch_outputs:
             reg_losses.append(batch_outputs["reg_loss"].detach().clone())
+        terms.append(
+            {
+                name: value.detach()
+                for name, value in batch_outputs.items()
+                if name.endswith("_loss") and isinstance(value, torch.Tensor) and value.dim() == 0
+            }
+        )
         self._num_unread += 1
 
     def pop_steps_since_nan(self) -> int:
@@ -105,17 +118,20 @@ class RunningLoss:
         """Returns the losses, synchronizing with the device."""
         unread = [
             loss
-            for losses, reg_losses, _ in self._unread
+            for losses, reg_losses, _, _ in self._unread
             for loss in itertools.chain(losses, reg_losses)
         ]
         if unread:
             values = iter(torch.cat([loss.reshape(1) for loss in unread]).tolist())
-            for losses, reg_losses, num_accumulation_steps in self._unread:
+            for losses, reg_losses, terms, num_accumulation_steps in self._unread:
+                had_nan = self._nan_step > 0
                 self._add_step(
                     [next(values) for _ in losses],
                     [next(values) for _ in reg_losses],
                     num_accumulation_steps,
                 )
+                if self._nan_step and not had_nan:
+                    self.nan_terms = sorted(_names_of_nan(terms))
         self._unread.clear()
         self._num_unread = 0
         if not self._has_regularizer:
@@ -140,3 +156,12 @@ class RunningLoss:
         self._losses_since.append(batch_loss)
         if math.isnan(batch_loss) and not self._nan_step:
             self._nan_step = self._num_steps
+
+
+def _names_of_nan(of_micro_batches: List[Terms]) -> Set[str]:
+    return {
+        name
+        for terms in of_micro_batches
+        for name, value in terms.items()
+        if math.isnan(value.item())
+    }

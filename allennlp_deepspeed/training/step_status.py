@@ -15,6 +15,8 @@ class StepStatus(NamedTuple):
         The number of steps from the first with a NaN loss on any rank to now; 0 if there was none.
     ranks_differ : `bool`
         Whether the ranks reduced gradients of different parameters.
+    metric_calls_differ : `bool`
+        Whether the ranks called metrics that communicate in different orders.
     signal_number : `int`
         The maximum over all ranks, 0 if none has received a signal.
     is_time_to_save : `bool`
@@ -27,6 +29,7 @@ class StepStatus(NamedTuple):
 
     steps_since_nan: int
     ranks_differ: bool
+    metric_calls_differ: bool
     signal_number: int
     is_time_to_save: bool
     has_changed_weights: bool
@@ -37,13 +40,14 @@ def all_reduce_status(
     device: torch.device,
     steps_since_nan: int,
     used_parameters_checksum: int,
+    metric_calls_checksum: int,
     signal_number: int,
     is_time_to_save: bool,
     has_changed_weights: bool,
     seconds_per_step: float,
 ) -> StepStatus:
     """
-    Exchanges the ranks' information on the steps in one collective of 56 bytes. Every rank must
+    Exchanges the ranks' information on the steps in one collective of 72 bytes. Every rank must
     call it. It synchronizes with the device.
 
     # Parameters
@@ -51,17 +55,29 @@ def all_reduce_status(
     device : `torch.device`, required.
         The device that the process group communicates on.
     used_parameters_checksum : `int`, required.
-        A checksum of 32 bits.
+    metric_calls_checksum : `int`, required.
+        Checksums of 32 bits.
 
     The others are those of `StepStatus`, on this rank.
     """
-    # One maximum over the ranks: those of the checksum and of its negative are the maximum and the
+    # One maximum over the ranks: those of a checksum and of its negative are the maximum and the
     # minimum.
-    since_nan, largest, smallest, signal_, is_time, weights, seconds = collectives.all_reduce_max(
+    checksums = [float(used_parameters_checksum), float(metric_calls_checksum)]
+    (
+        since_nan,
+        largest_used,
+        largest_calls,
+        smallest_used,
+        smallest_calls,
+        signal_,
+        is_time,
+        weights,
+        seconds,
+    ) = collectives.all_reduce_max(
         [
             float(steps_since_nan),
-            float(used_parameters_checksum),
-            -float(used_parameters_checksum),
+            *checksums,
+            *(-checksum for checksum in checksums),
             float(signal_number),
             float(is_time_to_save),
             float(has_changed_weights),
@@ -72,7 +88,8 @@ def all_reduce_status(
     )
     return StepStatus(
         steps_since_nan=int(since_nan),
-        ranks_differ=largest != -smallest,
+        ranks_differ=largest_used != -smallest_used,
+        metric_calls_differ=largest_calls != -smallest_calls,
         signal_number=int(signal_),
         is_time_to_save=bool(is_time),
         has_changed_weights=bool(weights),

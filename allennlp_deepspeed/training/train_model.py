@@ -1,6 +1,6 @@
 import logging
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional
 from unittest import mock
 
 from allennlp.commands.train import TrainModel
@@ -12,7 +12,6 @@ from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training.trainer import Trainer
 from overrides import overrides
 
-from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine.partitioned_construction import (
     PartitionedConstruction,
@@ -61,11 +60,6 @@ class DeepSpeedTrainModel(TrainModel):
                     cuda_device=self.trainer.cuda_device,
                     batch_weight_key=self.batch_weight_key,
                 )
-        announce(
-            logger,
-            "Test metrics: %s",
-            ", ".join(f"{name} {value:.4g}" for name, value in _numbers(test_metrics)),
-        )
         metrics.update({f"test_{key}": value for key, value in test_metrics.items()})
         return metrics
 
@@ -140,10 +134,6 @@ class DeepSpeedTrainModel(TrainModel):
             test_data_loader.index_with(train_loop.model.vocab)
             train_loop.evaluation_data_loader = test_data_loader
         return train_loop
-
-
-def _numbers(metrics: Dict[str, Any]) -> List[Tuple[str, float]]:
-    return [(name, v) for name, v in sorted(metrics.items()) if isinstance(v, (int, float))]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from allennlp.common import Lazy
+from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import (
     DataLoader,
     TensorDict,
@@ -67,6 +68,7 @@ from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.optimizer_modes import OptimizerModes
 from allennlp_deepspeed.engine.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.weights import ParameterSelection, modified_weights
+from allennlp_deepspeed.engine.worker_failure import NotANumberError
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
@@ -98,7 +100,8 @@ from allennlp_deepspeed.training.fixed_attributes import check_assignment, check
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
-from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
+from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker, UnknownMetricError
+from allennlp_deepspeed.training.nan_loss import describe_nan_loss, describe_nan_validation
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reduction_schedule import ReductionSchedule
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -175,6 +178,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     _ddp_wrapped_model: DeepSpeedWrappedModel
     _checkpointer: Optional[DeepSpeedCheckpointer]
+    _metric_tracker: AgreedMetricTracker
     _moving_average: Optional[EvaluationWeights]
     _validation_data_loader: Any
     _is_constructed = False
@@ -243,9 +247,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
             self._has_trained = False
             self._directories = find_directories(arguments, wrapped_model.config)
+            self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
             if distributed:
                 self._primary = self._directories.is_leader
-                self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
                 self._validation_data_loader = with_even_batches(
                     self._validation_data_loader, model, self.cuda_device
                 )
@@ -287,6 +291,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.call_before_destroy(LogWriters(self).remove)
             wrapped_model.call_before_destroy(report.close)
+            wrapped_model.call_before_destroy(self._distributed_metrics.close)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
             keep_batches_on_cpu(data_loader, wrapped_model)
@@ -429,9 +434,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         is_compiled = self.resolved_config.torch_compile is not None
         if self._primary and (is_compiled or self._progress.resume_point > PointInTime(0, 0)):
             self._skip_confidence_checks()
+        self._check_validation_metric()
         self._fast_forward.start_training()
         try:
             with (
+                self._save_if_metric_is_unknown(),
                 self._skip_copy_of_best_weights(),
                 self._ddp_wrapped_model.check_parameters_on_error(),
             ):
@@ -465,6 +472,54 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for callback in self._callbacks:
             if isinstance(callback, ConfidenceChecksCallback):
                 callback._verification.destroy_hooks()
+
+    def _check_validation_metric(self) -> None:
+        """
+        Compares the names in `validation_metric` with the metrics that the model has before the
+        first step. It may add others later, in forward or in `get_metrics(reset=True)`.
+
+        # Raises
+
+        `ConfigurationError`
+            If the model has no metrics.
+        """
+        of_trainer = ["loss"]
+        if self.model.get_regularization_penalty() is not None:
+            of_trainer.append("reg_loss")
+        if self._validation_data_loader is None or set(self._metric_tracker.names) <= {*of_trainer}:
+            return
+        has_metrics = getattr(self.model.get_metrics, "__func__", None) is not Model.get_metrics
+        self._pytorch_model.eval()
+        try:
+            of_model = list(self.model.get_metrics())
+        except Exception as error:  # before the first call, of anything
+            logger.info("get_metrics() of the model fails before the first step: %r", error)
+            of_model = self._metric_tracker.names
+            self._fast_forward.saves_during_validation = True
+        problem = self._metric_tracker.describe_missing({*of_trainer, *of_model})
+        if problem is not None and not has_metrics:
+            raise ConfigurationError(problem)
+        if problem is not None:
+            self._fast_forward.saves_during_validation = True
+            logger.warning("%s The model must add it by the end of the first validation.", problem)
+
+    @contextmanager
+    def _save_if_metric_is_unknown(self) -> Iterator[None]:
+        """
+        Context manager that saves a checkpoint from which a run with another `validation_metric`
+        repeats the validation.
+        """
+        try:
+            yield
+        except UnknownMetricError as error:
+            if self._checkpointer is None or not self._checkpointer.saves:
+                raise
+            self._fast_forward.interrupt_validation()
+            self._checkpointer.save_before_exit(self, self._progress.point)
+            raise ConfigurationError(
+                f"{error.message} Correct it, and add --recover to the command: the run continues "
+                "with this validation."
+            ) from error
 
     @contextmanager
     def _skip_copy_of_best_weights(self) -> Iterator[None]:
@@ -653,6 +708,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._loss_of_validation.start()
         try:
             result = self._loss_of_validation.weight_by_tokens(super()._validation_loss(epoch))
+            self._distributed_metrics.check_calls()
+            problem = describe_nan_validation(result[0], epoch)
+            if problem is not None:
+                logger.warning(problem)
             self._extensions.check(self.cuda_device)
         except TrainingInterrupted as interruption:
             # Here the moving average has been removed from the weights.
@@ -672,20 +731,23 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         # Raises
 
-        `ValueError`
+        `NotANumberError`
             On every rank, if the loss of any rank was NaN, or gradients in fp32 and bf16.
         `RuntimeError`
             On every rank, if ranks used different parameters where that makes gradients wrong, or
             if weights have been changed where the change is lost.
         `ConfigurationError`
-            If a callback has been added that the engine isn't prepared for.
+            If a callback has been added that the engine isn't prepared for, and on every rank, if
+            ranks called metrics that communicate in different orders.
         """
         callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
-        interval, progress = self._step_metrics.logging_interval, self._progress
+        interval, losses = self._step_metrics.logging_interval, self._step_metrics.losses
+        own_steps_since_nan = losses.pop_steps_since_nan()
         status = all_reduce_status(
             self.cuda_device,
-            steps_since_nan=self._step_metrics.losses.pop_steps_since_nan(),
+            steps_since_nan=own_steps_since_nan,
             used_parameters_checksum=self._gradient_synchronizer.used_parameters_checksum(),
+            metric_calls_checksum=self._distributed_metrics.calls_checksum,
             signal_number=self._interruption.signal_number,
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
@@ -694,13 +756,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             seconds_per_step=interval.seconds_per_step(),
         )
         if status.steps_since_nan:
-            steps_ago = status.steps_since_nan - 1
-            raise ValueError(
-                "nan loss encountered at step "
-                f"{progress.batches_in_epoch_completed - steps_ago} of epoch {epoch + 1} "
-                f"(global step {progress.total_batches_completed - steps_ago})"
+            raise NotANumberError(
+                describe_nan_loss(
+                    self, epoch, status.steps_since_nan, own_steps_since_nan, losses.nan_terms
+                )
             )
-        self._gradient_step.check(progress.total_batches_completed)
+        self._gradient_step.check(self._progress.total_batches_completed)
         if status.ranks_differ:
             raise RuntimeError(
                 f"In one of the last {interval.num_steps_since_log} steps the workers used "
@@ -710,6 +771,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
         if status.has_changed_weights:
             self._weight_change_detector.raise_error()
+        if status.metric_calls_differ:
+            self._distributed_metrics.check_calls()
         self._extensions.check(self.cuda_device)
         self._weight_change_detector.is_due = True
         self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_figures())

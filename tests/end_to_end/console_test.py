@@ -109,6 +109,35 @@ def test_the_overview_names_schedule_clipping_and_autocast(tmp_path: Path) -> No
     assert "ZeRO stage 1, autocast to bfloat16" in run.output
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_values_of_0_and_test_metrics_are_shown(is_distributed: bool, tmp_path: Path) -> None:
+    data = load_config("classifier")["validation_data_path"]
+    changes: Config = {
+        "trainer.optimizer": {"type": "sgd", "lr": 0},
+        "trainer.num_epochs": 2,
+        "trainer.checkpointer": {"keep_most_recent_by_count": 0},
+        "test_data_path": data,
+        "evaluate_on_test": True,
+    }
+    if is_distributed:
+        changes["type"] = "deepspeed"
+    else:
+        # AllenNLP's own top level.
+        changes.update({"distributed": None, "trainer.cuda_device": -1})
+    run = allennlp(
+        *arguments(write_config(tmp_path / "config.json", changes), tmp_path / "out"),
+        environment=BY_DEFAULT,
+        time_limit=TIME_LIMIT,
+    ).check()
+    assert "SgdOptimizer, learning rate 0, no schedule\n" in run.output
+    shown = " ".join(run.output.split())  # a long directory is wrapped
+    assert "newest 1 kept (keep_most_recent_by_count 0: a run resumes from it)" in shown
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint_*")] == ["checkpoint_e2_b0"]
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    accuracy, loss = (f"{metrics[f'test_{name}']:.4g}" for name in ("accuracy", "loss"))
+    assert run.output.count(f"Test metrics: accuracy {accuracy}, loss {loss}\n") == 1
+
+
 def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path) -> None:
     failing = {"model.type": "failing_classifier", "model.fails_on": [1]}
     config = deepspeed(load_config("classifier", TWO_WORKERS, failing), 3)

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, List
 
 import pytest
 import torch
@@ -266,3 +266,80 @@ def test_a_signal_before_a_run_has_caught_up_with_its_checkpoint(tmp_path: Path)
     assert run.returncode != 0
     assert "Stopped by SIGTERM while fast-forwarding" in run.output
     assert_same_weights(result.weights(), weights, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "stage, in_training, calls",
+    [
+        # Of 7 instances one worker has one more.
+        (2, True, [["instances"], ["instances"]]),
+        (3, True, [["instances"], ["instances"]]),
+        (0, False, [["instances"], ["instances"]]),
+        # In a collective of the training there are as many.
+        (0, True, [["question"], []]),
+        (2, False, [["question"], []]),
+        # As many in each step.
+        (2, True, [["question", "answer"], ["answer", "question"]]),
+        (0, False, [["question", "answer"], ["answer", "question"]]),
+    ],
+)
+def test_metrics_that_reduce_in_different_calls_end_all(
+    tmp_path: Path,
+    stage: int,
+    in_training: bool,
+    calls: List[List[str]],
+    expect_message: Callable[[str], None],
+):
+    changes = {
+        "model.type": "asking_tagger",
+        "model.in_training": in_training,
+        "model.calls": calls,
+        "data_loader": {"batch_size": 4},
+        "dataset_reader.max_instances": 7,
+    }
+    run = train(tagger(stage, changes), tmp_path, time_limit=60)
+    assert run.returncode == 1, run.output[-6000:]
+    assert "Traceback" not in run.output
+    *_, message = (line for line in run.output.splitlines() if "summed_attributes" in line)
+    expect_message(message)
+
+
+def test_workers_that_are_slow_are_none_that_call_metrics_differently(tmp_path: Path):
+    changes = {
+        "model.type": "asking_tagger",
+        "model.in_training": True,
+        "model.calls": [["question"], ["question"]],
+        **callback("sleep", point="step 2 of epoch 0", rank=1, seconds=13),
+    }
+    train(tagger(2, changes), tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    "stage, changes, rank, pass_number",
+    [(0, {"distributed": None, "trainer.cuda_device": -1}, 0, 1), (2, {}, 1, 9), (3, {}, 0, 3)],
+)
+def test_a_loss_of_nan_ends_with_one_paragraph(
+    tmp_path: Path,
+    stage: int,
+    changes: Config,
+    rank: int,
+    pass_number: int,
+    expect_message: Callable[[str], None],
+):
+    model = {"model.rank": rank, "model.pass_number": pass_number, "model.in_training": True}
+    config = tagger(
+        stage, {"model.type": "nan_tagger", "trainer.callbacks": [], **model, **changes}
+    )
+    run = train(config, tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.output, run.output[-6000:]
+    *_, before, message, log = run.output.splitlines()
+    assert before == "" and log.startswith("(Full traceback: ")
+    expect_message(message)
+
+
+def test_a_validation_loss_of_nan_is_told(tmp_path: Path, expect_message: Callable[[str], None]):
+    model = {"model.rank": 1, "model.pass_number": 2, "model.in_training": False}
+    config = tagger(2, {"model.type": "nan_tagger", "trainer.callbacks": [], **model})
+    run = train(config, tmp_path, environment={"ALLENNLP_LOG_LEVEL": ""}).check()
+    (line,) = (line for line in run.output.splitlines() if "NaN" in line)
+    expect_message(line)
