@@ -8,6 +8,7 @@ from types import ModuleType
 import huggingface_hub
 import transformers
 from allennlp.common import cached_transformers
+from allennlp.data import DatasetReader
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
@@ -17,6 +18,7 @@ from tests.upstream.unpatched import worked_around_by
 
 # Without these AllenNLP couldn't have been imported here.
 _SHIMS = "allennlp_deepspeed_import_hook.shims"
+_ADAMW = "allennlp_deepspeed_import_hook.former_adamw"
 
 
 @worked_around_by("shims")
@@ -29,7 +31,7 @@ def test_the_hub_has_dropped_classes() -> bool:
 
 @worked_around_by("shims")
 def test_transformers_have_dropped_an_optimizer() -> bool:
-    is_dropped = optimizers.transformers.AdamW.__module__ == _SHIMS  # type: ignore[attr-defined]
+    is_dropped = optimizers.transformers.AdamW.__module__ == _ADAMW  # type: ignore[attr-defined]
     return is_dropped and _mentions(optimizers, "transformers.AdamW")
 
 
@@ -60,6 +62,23 @@ def test_the_toolkit_finds_no_safetensors() -> bool:
             as_it_is(TransformerEmbeddings, directory)
         except Exception:
             return True
+    return False
+
+
+@worked_around_by("shims.uncompared_signatures")
+def test_signatures_of_overriding_methods_are_compared() -> bool:
+    spec = importlib.util.find_spec("overrides.overrides")
+    assert spec is not None and spec.origin is not None
+    unpatched = ModuleType("unpatched")
+    with open(spec.origin) as file:
+        exec(compile(file.read(), spec.origin, "exec"), vars(unpatched))
+    reader = "class R(Base):\n @overrides\n def text_to_instance(self, text, labels=None): ..."
+    try:
+        exec(
+            reader, {"__name__": "reader", "Base": DatasetReader, "overrides": unpatched.overrides}
+        )
+    except TypeError:
+        return True
     return False
 
 
