@@ -3,7 +3,7 @@ Fork server of this package, which imports the workers' modules while the comman
 it imports them, too. `multiprocessing`'s own server stays the user's.
 """
 
-import multiprocessing
+import itertools
 import os
 import re
 import sys
@@ -25,8 +25,8 @@ _server: Any = forkserver.ForkServer()
 # In the text of a config or in overrides: the type of a trainer of this package.
 _TYPE = re.compile(r"""type["']?\s*:\s*["']deepspeed""")
 
-# Of the path of a socket, with its end.
-_MAX_PATH_LENGTH = 107  # bytes
+# Numbers of the servers' sockets: a server that has ended leaves its own.
+_sockets = itertools.count()
 
 
 def ensure_running() -> None:
@@ -46,11 +46,11 @@ def ensure_running() -> None:
 
 
 def _socket_path(family: str) -> str:
-    """Returns a path in a directory that is removed even if this process is killed."""
-    path = os.path.join(temporary_directory.path(), "fork_server")
-    if len(os.fsencode(path)) > _MAX_PATH_LENGTH:
-        return os.path.join(temporary_directory.path(parent="/tmp"), "fork_server")
-    return path
+    """
+    Returns a path that the next process removes if this one is killed. It is no longer than one of
+    `multiprocessing`, because the system limits the length.
+    """
+    return os.path.join(temporary_directory.path(), str(next(_sockets)))
 
 
 @contextmanager
@@ -78,13 +78,14 @@ def start_for_command() -> None:
 
 def _is_command() -> bool:
     """
-    Returns whether this process was started as `allennlp`. A process that multiprocessing starts
-    has the `sys.argv` of the command, and runs its main module, but with another command line.
+    Returns whether this process was started as `allennlp`. A process that `multiprocessing` or a
+    library like it starts has the command's `sys.argv`, and imports its main module, but its own
+    command line.
     """
-    is_script = os.path.basename(sys.argv[0]) == "allennlp" or sys.argv[0].endswith(
-        os.path.join("allennlp", "__main__.py")
-    )
-    return is_script and sys.argv[0] in sys.orig_argv and multiprocessing.parent_process() is None
+    program = sys.argv[0]
+    if program == "-m":  # as long as Python looks for the module to run
+        return "allennlp" in sys.orig_argv
+    return os.path.basename(program) == "allennlp" and program in sys.orig_argv
 
 
 def _starts_workers(argv: List[str]) -> bool:

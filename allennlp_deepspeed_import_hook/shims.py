@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import os
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 from unittest import mock
@@ -24,6 +24,26 @@ if TYPE_CHECKING:
     import torch
 
 _SAFETENSORS = "model.safetensors"
+
+
+@contextmanager
+def uncompared_signatures(module: ModuleType) -> Iterator[None]:
+    """
+    Lets `@overrides` decorate methods that override others with different arguments, such as
+    `text_to_instance`, as AllenNLP's guide taught it with overrides 3.1.0.
+
+    Works around overrides 7.7.0: it compares signatures when a class is defined, as it does since
+    version 5, and raises a `TypeError` in the readers of most projects. Gone when it doesn't.
+    """
+    with suppress(ImportError):
+        decorator: Any = importlib.import_module("overrides.overrides")
+        if hasattr(decorator, "ensure_signature_is_compatible"):
+            decorator.ensure_signature_is_compatible = _accept_signature
+    yield
+
+
+def _accept_signature(*args: Any) -> None:
+    """Compares nothing."""
 
 
 @contextmanager
@@ -240,10 +260,7 @@ def former_adamw(module: ModuleType) -> Iterator[None]:
 
 
 @contextmanager
-def resources_without_setuptools(module: ModuleType) -> Iterator[None]:
-    """
-    py-rouge imports `pkg_resources`, which setuptools no longer has, to find two files of its own.
-    """
+def _resources_without_setuptools() -> Iterator[None]:
     if importlib.util.find_spec("pkg_resources") is not None:
         yield
         return
@@ -261,13 +278,14 @@ def _resource_path(module_name: str, name: str) -> str:
 
 
 @contextmanager
-def no_downloads_of_nltk(module: ModuleType) -> Iterator[None]:
+def former_imports_of_narrativeqa(module: ModuleType) -> Iterator[None]:
     """
-    When it is imported, it downloads data of NLTK's, in each worker. What needs them says so.
+    It imports py-rouge, which imports `pkg_resources` to find two files of its own: setuptools no
+    longer has that. It also downloads data of NLTK's, in each worker. What needs them says so.
     """
     import nltk
 
-    with mock.patch.object(nltk, "download"):
+    with mock.patch.object(nltk, "download"), _resources_without_setuptools():
         yield
 
 
@@ -339,27 +357,3 @@ def _cache_of_tensors(bart: Any, tensors: Dict[str, torch.Tensor]) -> Any:
             for k in (0, 2)
         )
     )
-
-
-@contextmanager
-def uncompared_signatures(module: ModuleType) -> Iterator[None]:
-    """
-    Lets `@overrides` decorate methods that override one of AllenNLP's with other arguments, such as
-    `text_to_instance`, as AllenNLP's guide taught with version 3.1.0 of the package. Signatures in
-    classes that don't inherit from AllenNLP's are compared as before.
-
-    Works around overrides 7.7.0: it compares signatures when a class is defined, which 3.1.0 did
-    not, and raises a `TypeError` in readers of most projects. Gone when it doesn't.
-    """
-    yield
-    validate = getattr(module, "_validate_method", None)
-    if validate is None:  # an earlier version
-        return
-
-    @functools.wraps(validate)
-    def validate_method(method: Any, super_class: Any, check_signature: bool) -> None:
-        bases = getattr(super_class, "__mro__", ())
-        is_of_allennlp = any(base.__module__.partition(".")[0] == "allennlp" for base in bases)
-        validate(method, super_class, check_signature and not is_of_allennlp)
-
-    module._validate_method = validate_method  # type: ignore[attr-defined]

@@ -3,55 +3,49 @@ Temporary directory of this process. It is locked while the process lives, so th
 remove it if this one was killed.
 """
 
-import atexit
 import fcntl
 import functools
 import os
 import shutil
 import tempfile
-import time
-from contextlib import suppress
-from typing import Optional
+from contextlib import ExitStack, suppress
+from multiprocessing.util import Finalize
 
 _PREFIX = "allennlp_deepspeed_"
 
-# From the creation of a directory to its lock.
-_SECONDS_TO_LOCK = 60.0
+# A file within the directory. A directory without it is somebody else's.
+_LOCK = "lock"
 
 
-def path(parent: Optional[str] = None) -> str:
+def path() -> str:
     """
     Returns the path of the directory, which is created at the first call and removed when this
     process exits. Directories that killed processes of the same user have left are removed first.
-
-    # Parameters
-
-    parent : `str`, optional (default = the directory of temporary files)
     """
-    return _create(os.getpid(), parent or tempfile.gettempdir())
+    return _create(os.getpid())
 
 
 @functools.cache
-def _create(pid: int, parent: str) -> str:
-    _remove_stale(parent)
-    directory = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-    # Held until the process ends. A program that it starts doesn't have it.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    # A file system without locks has none, and its directories are left.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    atexit.register(_remove, pid, directory)
+def _create(pid: int) -> str:
+    _remove_stale(tempfile.gettempdir())
+    while True:
+        directory = tempfile.mkdtemp(prefix=_PREFIX)
+        # Open, and so locked, until this process ends. A program that it starts doesn't inherit it.
+        lock = os.open(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # On a file system without locks, directories are never removed by other processes.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink > 0:
+            break
+        # Another process has locked and removed it before.
+        os.close(lock)
+    # Unlike `atexit`, also at the exit of a process that `multiprocessing` has started.
+    Finalize(None, shutil.rmtree, args=(directory, True), exitpriority=-100)
     return directory
 
 
-def _remove(pid: int, directory: str) -> None:
-    # Not in a process that was forked from this one.
-    if os.getpid() == pid:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def _remove_stale(parent: str) -> None:
-    with suppress(OSError), os.scandir(parent) as entries:
+    with os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX):
                 with suppress(OSError):
@@ -59,13 +53,12 @@ def _remove_stale(parent: str) -> None:
 
 
 def _remove_if_stale(directory: str) -> None:
-    # Fails for a link, which somebody else may have put there.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(descriptor)
-        is_old = time.time() - status.st_mtime > _SECONDS_TO_LOCK
-        if status.st_uid == os.getuid() and is_old:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ExitStack() as stack:
+        # Fails for a link.
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, folder)
+        if os.fstat(folder).st_uid == os.getuid():
+            lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
-    finally:
-        os.close(descriptor)

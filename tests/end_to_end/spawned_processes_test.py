@@ -8,10 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, Set
 
 import pytest
 
@@ -26,12 +25,16 @@ from tests.support.experiment import (
     load_config,
 )
 
+TIME_LIMIT = 150  # seconds, for one program
+
 PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
 
 ONE_EPOCH = {"trainer.num_epochs": 1}
 LOADER_WORKER = {
     "data_loader.num_workers": 1,
     "data_loader.max_instances_in_memory": 8,
+    # A spawned worker has a random state of its own.
+    "data_loader.shuffle": False,
 }
 
 
@@ -112,7 +115,7 @@ def test_a_users_forkserver_stays_as_it_was(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=TIME_LIMIT,
     ).stdout
     assert "In the child: [true, true, true]" in output, output[-3000:]
     assert f"It ended by {-signal.SIGTERM}" in output
@@ -147,43 +150,61 @@ def test_a_signal_handler_that_python_does_not_know_hides_no_result(tmp_path: Pa
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=TIME_LIMIT,
     ).stdout
     assert "trained" in output.splitlines(), output[-3000:]
 
 
-def folders(directory: Path) -> List[str]:
-    return sorted(name for name in os.listdir(directory) if name.startswith("allennlp_deepspeed_"))
+def folders(directory: Path) -> Set[str]:
+    return {name for name in os.listdir(directory) if name.startswith(("allennlp_", "pymp-"))}
 
 
 def test_a_command_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    used, left, linked = (temporary / f"allennlp_deepspeed_{name}" for name in "abc")
-    for directory in (used, left, tmp_path / "of_somebody"):
-        directory.mkdir()
-        (directory / "file").touch()
-        os.utime(directory, (time.time() - 1000,) * 2)
-    linked.symlink_to(tmp_path / "of_somebody")
-    holder = textwrap.dedent(
-        f"""
-        import fcntl, os, time
-        fcntl.flock(os.open({str(used)!r}, os.O_RDONLY), fcntl.LOCK_EX)
-        print("locked", flush=True)
-        time.sleep(120)
-        """
+    """And nothing of others: of a command that is running, of a user, or behind a link."""
+    temporary, others = tmp_path / "tmp", tmp_path / "others"
+    others.mkdir()
+    (others / "lock").touch()
+    users = temporary / "allennlp_deepspeed_training"
+    users.mkdir(parents=True)
+    (users / "file").touch()
+    link = temporary / "allennlp_deepspeed_link"
+    link.symlink_to(others)
+    is_of_others = {users.name, link.name}
+    (tmp_path / "config.json").write_text(
+        json.dumps(deepspeed(load_config("tagger", TWO_WORKERS, ONE_EPOCH), 2))
     )
-    process = subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True)
+
+    def start(name: str) -> Any:
+        arguments = ("train", tmp_path / "config.json", "-s", tmp_path / name, *PACKAGES)
+        return subprocess.Popen(
+            [sys.executable, "-m", "allennlp", *map(str, arguments)],
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+
+    def new_folder(known: Set[str]) -> str:
+        deadline = time.monotonic() + TIME_LIMIT
+        while not (new := folders(temporary) - known):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (name,) = new
+        while not os.listdir(temporary / name):
+            assert time.monotonic() < deadline
+        return name
+
+    processes = [start("killed")]
     try:
-        assert process.stdout is not None and process.stdout.readline() == "locked\n"
-        config = deepspeed(load_config("tagger", TWO_WORKERS, ONE_EPOCH), 2)
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        arguments = ("train", tmp_path / "config.json", "-s", tmp_path / "out", *PACKAGES)
-        environment = {**os.environ, "TMPDIR": str(temporary)}
-        subprocess_allennlp(*arguments, env=environment).check()
+        left = new_folder(is_of_others)
+        processes[0].kill()
+        processes[0].wait(TIME_LIMIT)
+        assert folders(temporary) == {left, *is_of_others}
+        processes.append(start("first"))
+        first = new_folder({left, *is_of_others})
+        processes.append(start("second"))
+        second = new_folder({left, first, *is_of_others})
+        assert folders(temporary) == {first, second, *is_of_others}
+        assert [process.wait(TIME_LIMIT) for process in processes[1:]] == [0, 0]
     finally:
-        process.kill()
-        process.wait()
-    assert folders(temporary) == [used.name, linked.name]
-    assert (tmp_path / "of_somebody" / "file").exists()
-    assert not [name for name in os.listdir(temporary) if name.startswith("pymp-")]
+        for process in processes:
+            process.kill()
+    assert folders(temporary) == is_of_others
+    assert (others / "lock").exists() and (users / "file").exists()
