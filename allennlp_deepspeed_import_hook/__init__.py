@@ -30,6 +30,7 @@ _SHIMS = {
     "allennlp": "uncompared_signatures",
     "allennlp.common.cached_transformers": "former_transformers",
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
+    "allennlp.data.dataset_readers.dataset_reader": "ranks_in_spawned_loader_workers",
     "allennlp.modules.transformer.transformer_module": "weights_of_today",
     "allennlp.training.optimizers": "former_adamw",
     "allennlp_models.generation.models.bart": "former_cache_of_bart",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -184,6 +185,31 @@ def build_inputs_with_special_tokens(
     if texts:
         raise ValueError(f"{type(self).__name__} has no tokens for 'a' or 'b'.")
     return tokens
+
+
+@contextmanager
+def ranks_in_spawned_loader_workers(module: ModuleType) -> Iterator[None]:
+    """
+    Divides the instances of a reader that shards manually also in a loader worker that doesn't have
+    the process group of the process that has started it. Here, because such a process doesn't
+    import the package.
+
+    Works around AllenNLP 2.10.1: `shard_iterable` asks for the process group, which a spawned
+    loader worker doesn't have, so that every rank trains on all instances. Gone when it uses the
+    reader's `DistributedInfo`.
+    """
+    yield
+    reader_module: Any = module
+    shard_iterable = reader_module.DatasetReader.shard_iterable
+
+    @functools.wraps(shard_iterable)
+    def shard(self: Any, iterable: Any) -> Any:
+        info = self.get_distributed_info()
+        if info is not None and not reader_module.util.is_distributed():
+            iterable = itertools.islice(iterable, info.global_rank, None, info.world_size)
+        return shard_iterable(self, iterable)
+
+    reader_module.DatasetReader.shard_iterable = shard
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import huggingface_hub
 import transformers
 from allennlp.common import cached_transformers
 from allennlp.data import DatasetReader
+from allennlp.data.dataset_readers.dataset_reader import DistributedInfo
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
@@ -77,6 +78,18 @@ def test_signatures_of_overriding_methods_are_compared() -> bool:
     except TypeError:
         return _mentions(module, "ensure_signature_is_compatible(super_method, method")
     return False
+
+
+@worked_around_by("shims.ranks_in_spawned_loader_workers")
+def test_a_reader_without_a_process_group_does_not_shard_over_ranks() -> bool:
+    class Sharding(DatasetReader):
+        def __init__(self) -> None:
+            super().__init__(manual_distributed_sharding=True, manual_multiprocess_sharding=True)
+
+    reader = Sharding()
+    reader._set_distributed_info(DistributedInfo(2, 1))
+    as_it_is = DatasetReader.shard_iterable.__wrapped__  # type: ignore[attr-defined]
+    return list(as_it_is(reader, range(4))) == [0, 1, 2, 3]
 
 
 def _mentions(module: ModuleType, text: str) -> bool:
