@@ -21,6 +21,7 @@ from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.common.cached_transformers import TransformerSpec
 from allennlp.common.util import hash_object
+from allennlp.data.data_loaders import multiprocess_data_loader
 from allennlp.models import archival
 from allennlp.nn import util as nn_util
 from allennlp.training.callbacks import WandBCallback
@@ -42,6 +43,7 @@ def apply() -> None:
     show_progress_without_widgets()
     name_runs_of_wandb()
     compress_archives_with_isal()
+    share_locks_of_spawned_loader_workers()
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:
@@ -226,3 +228,30 @@ def _open_archive(path: str, mode: str) -> Iterator[tarfile.TarFile]:
     else:
         with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
             yield archive
+
+
+def share_locks_of_spawned_loader_workers() -> None:
+    """
+    Gives the worker processes of data loaders a lock of their own start method.
+
+    Works around AllenNLP 2.10.1: with `"start_method": "spawn"` its data loader gives them a lock
+    of the default one, which Python 3.11.5 and later refuses to pass. Gone when such a loader reads
+    instances.
+    """
+    for name in ("_start_instance_workers", "_start_batch_workers"):
+        _start_with_own_lock(name)
+
+
+def _start_with_own_lock(name: str) -> None:
+    start = getattr(multiprocess_data_loader.MultiProcessDataLoader, name)
+    if hasattr(start, "has_own_lock"):
+        return
+
+    @functools.wraps(start)
+    def start_with_own_lock(self: Any, queue: Any, ctx: Any) -> Any:
+        locks = SimpleNamespace(RLock=ctx.RLock, JoinableQueue=ctx.JoinableQueue)
+        with mock.patch.object(multiprocess_data_loader, "mp", locks):
+            return start(self, queue, ctx)
+
+    start_with_own_lock.has_own_lock = True  # type: ignore[attr-defined]
+    setattr(multiprocess_data_loader.MultiProcessDataLoader, name, start_with_own_lock)

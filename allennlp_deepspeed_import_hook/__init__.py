@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# Context managers in `shims`, by the module of AllenNLP, of its library of models or of what that
-# imports, that is run within them.
+# Context managers in `shims`, by the module of AllenNLP, or of its library of models, that is run
+# within them.
 _READERS = "allennlp_models.structured_prediction.dataset_readers"
 _SHIMS = {
+    "allennlp": "uncompared_signatures",
     "allennlp.common.cached_transformers": "former_transformers",
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
+    "allennlp.data.dataset_readers.dataset_reader": "ranks_in_spawned_loader_workers",
     "allennlp.modules.transformer.transformer_module": "weights_of_today",
     "allennlp.training.optimizers": "former_adamw",
-    "rouge": "resources_without_setuptools",
     "allennlp_models.generation.models.bart": "former_cache_of_bart",
-    "allennlp_models.rc.tools.narrativeqa": "no_downloads_of_nltk",
+    "allennlp_models.rc.tools.narrativeqa": "former_imports_of_narrativeqa",
     f"{_READERS}.penn_tree_bank": "files_outside_of_nltk",
     f"{_READERS}.srl": "former_wordpieces",
 }

@@ -1,36 +1,66 @@
 """
-Starts `multiprocessing`'s fork server, which imports the workers' modules while the command that
-has started it imports them, too.
+Fork server of this package, which imports the workers' modules while the command that has started
+it imports them, too. `multiprocessing`'s own server stays the user's.
 """
 
-import multiprocessing
+import itertools
 import os
+import re
 import sys
-from contextlib import suppress
-from multiprocessing import forkserver
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver
 from pathlib import Path
-from typing import List
+from typing import Any, Iterator, List
 from unittest import mock
 
-from allennlp_deepspeed_import_hook import process_setup
+from allennlp_deepspeed_import_hook import process_setup, temporary_directory
 
 _PRELOAD = "allennlp_deepspeed.launch.preload"
 
 # A launcher has started a process with any of these for one worker.
 _OF_LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_TASKS_PER_NODE")
 
+_server: Any = forkserver.ForkServer()
+
+# In the text of a config or in overrides: the type of a trainer of this package.
+_TYPE = re.compile(r"""type["']?\s*:\s*["']deepspeed""")
+
+# Numbers of the servers' sockets: a server that has ended leaves its own.
+_sockets = itertools.count()
+
 
 def ensure_running() -> None:
     """Starts the fork server, unless it is running. Must be called in the main thread."""
     process_setup.prepare()
-    multiprocessing.set_forkserver_preload([_PRELOAD])
+    _server.set_forkserver_preload([_PRELOAD])
     variables = {
         "ALLENNLP_DEEPSPEED_FORK_SERVER_OF": str(os.getpid()),
         # A GPU driver that has been initialized can't be used in a forked process; NVML can.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    with mock.patch.dict(os.environ, variables):
-        forkserver.ensure_running()
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(connection, "arbitrary_address", _socket_path),
+    ):
+        _server.ensure_running()
+
+
+def _socket_path(family: str) -> str:
+    """
+    Returns a path that the next process removes if this one is killed. It is no longer than one of
+    `multiprocessing`, because the system limits the length.
+    """
+    return os.path.join(temporary_directory.path(), str(next(_sockets)))
+
+
+@contextmanager
+def forking_workers() -> Iterator[None]:
+    """
+    Context manager in which `multiprocessing`'s start method "forkserver" forks from this server.
+    """
+    connect = _server.connect_to_new_process
+    with mock.patch.object(forkserver, "connect_to_new_process", connect):
+        yield
 
 
 def start_for_command() -> None:
@@ -38,19 +68,31 @@ def start_for_command() -> None:
     Starts the fork server if this process is an `allennlp train` that will start workers of this
     package, judging by its arguments and the text of its config.
     """
-    if not any(name in os.environ for name in _OF_LAUNCHERS) and _starts_workers(sys.argv):
+    is_launched = any(name in os.environ for name in _OF_LAUNCHERS)
+    if _is_command() and not is_launched and _starts_workers(sys.argv):
         # At a lower level, PyTorch warns with 20 lines of frames at each attempt to reach a store
         # that has ended.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         ensure_running()
 
 
+def _is_command() -> bool:
+    """
+    Returns whether this process was started as `allennlp`. A process that `multiprocessing` or a
+    library like it starts has the command's `sys.argv`, and imports its main module, but its own
+    command line.
+    """
+    program = sys.argv[0]
+    if program == "-m":  # as long as Python looks for the module to run
+        return "allennlp" in sys.orig_argv
+    return os.path.basename(program) == "allennlp" and program in sys.orig_argv
+
+
 def _starts_workers(argv: List[str]) -> bool:
-    is_command = os.path.basename(argv[0]) == "allennlp" or argv[0].endswith("allennlp/__main__.py")
-    if not is_command or "train" not in argv[1:]:
+    if "train" not in argv[1:]:
         return False
     texts = [_text_of(argument) for argument in argv[1:]]
-    return all(any(word in text for text in texts) for word in ("cuda_devices", "deepspeed"))
+    return any("cuda_devices" in text for text in texts) and any(map(_TYPE.search, texts))
 
 
 def _text_of(argument: str) -> str:

@@ -8,19 +8,43 @@ when it can be imported with the current versions, and its "pretrained_transform
 indexer and embedder and the modules of `allennlp.modules.transformer` work.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.util
-import math
+import itertools
 import os
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 from unittest import mock
 
-import torch
+# Not at run time: a module with a shim may be of a program that doesn't import AllenNLP.
+if TYPE_CHECKING:
+    import torch
 
 _SAFETENSORS = "model.safetensors"
+
+
+@contextmanager
+def uncompared_signatures(module: ModuleType) -> Iterator[None]:
+    """
+    Lets `@overrides` decorate methods that override others with different arguments, such as
+    `text_to_instance`, as AllenNLP's guide taught it with overrides 3.1.0.
+
+    Works around overrides 7.7.0: it compares signatures when a class is defined, as it does since
+    version 5, and raises a `TypeError` in the readers of most projects. Gone when it doesn't.
+    """
+    with suppress(ImportError):
+        decorator: Any = importlib.import_module("overrides.overrides")
+        if hasattr(decorator, "ensure_signature_is_compatible"):
+            decorator.ensure_signature_is_compatible = _accept_signature
+    yield
+
+
+def _accept_signature(*args: Any) -> None:
+    """Compares nothing."""
 
 
 @contextmanager
@@ -92,6 +116,7 @@ class AutoModelInFp32:
 
     @staticmethod
     def from_pretrained(model_name: str, **kwargs: Any) -> Any:
+        import torch
         import transformers
 
         if "torch_dtype" not in kwargs:
@@ -107,6 +132,7 @@ class AutoModelInFp32:
 
     @staticmethod
     def from_config(config: Any, **kwargs: Any) -> Any:
+        import torch
         import transformers
 
         return transformers.AutoModel.from_config(config, **{"dtype": torch.float32, **kwargs})
@@ -162,6 +188,31 @@ def build_inputs_with_special_tokens(
 
 
 @contextmanager
+def ranks_in_spawned_loader_workers(module: ModuleType) -> Iterator[None]:
+    """
+    Divides the instances of a reader that shards manually also in a loader worker that doesn't have
+    the process group of the process that has started it. Here, because such a process doesn't
+    import the package.
+
+    Works around AllenNLP 2.10.1: `shard_iterable` asks for the process group, which a spawned
+    loader worker doesn't have, so that every rank trains on all instances. Gone when it uses the
+    reader's `DistributedInfo`.
+    """
+    yield
+    reader_module: Any = module
+    shard_iterable = reader_module.DatasetReader.shard_iterable
+
+    @functools.wraps(shard_iterable)
+    def shard(self: Any, iterable: Any) -> Any:
+        info = self.get_distributed_info()
+        if info is not None and not reader_module.util.is_distributed():
+            iterable = itertools.islice(iterable, info.global_rank, None, info.world_size)
+        return shard_iterable(self, iterable)
+
+    reader_module.DatasetReader.shard_iterable = shard
+
+
+@contextmanager
 def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
     Makes the modules of `allennlp.modules.transformer`, which look for `pytorch_model.bin` only,
@@ -208,6 +259,7 @@ def _read_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., 
     def read(path: Any, *args: Any, **kwargs: Any) -> Any:
         if not str(path).endswith(_SAFETENSORS):
             return read_state_dict(path, *args, **kwargs)
+        import torch
         from safetensors.torch import load_file
 
         # Only the call that reads the file is replaced. Left-out and renamed weights are handled as
@@ -226,102 +278,15 @@ def former_adamw(module: ModuleType) -> Iterator[None]:
     """
     import transformers
 
+    from allennlp_deepspeed_import_hook.former_adamw import AdamW
+
     if not hasattr(transformers, "AdamW"):
         transformers.AdamW = AdamW  # type: ignore[attr-defined]
     yield
 
 
-class AdamW(torch.optim.Optimizer):
-    """
-    Adam with decoupled weight decay ([Loshchilov and Hutter,
-    2019](https://arxiv.org/abs/1711.05101), algorithm 2), as transformers implemented it: `eps` is
-    added to the root of the second moment before its bias correction, and weights are decayed after
-    the step.
-
-    # Parameters
-
-    params : `Iterable`, required.
-        Parameters, or groups of them with their settings.
-    lr : `float`, optional (default = `1e-3`)
-    betas : `Tuple[float, float]`, optional (default = `(0.9, 0.999)`)
-        The decay rates of the moving averages of the gradient and of its square.
-    eps : `float`, optional (default = `1e-6`)
-    weight_decay : `float`, optional (default = `0.0`)
-    correct_bias : `bool`, optional (default = `True`)
-        Whether to correct the bias of the moving averages, which start at 0.
-    no_deprecation_warning : `bool`, optional (default = `False`)
-        Ignored.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        correct_bias: bool = True,
-        no_deprecation_warning: bool = False,
-    ) -> None:
-        for name, value, upper in (
-            ("lr", lr, math.inf),
-            ("betas[0]", betas[0], 1.0),
-            ("betas[1]", betas[1], 1.0),
-            ("eps", eps, math.inf),
-        ):
-            if not 0.0 <= value < upper:
-                raise ValueError(f"{name} is {value}, but must be at least 0 and below {upper}")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "correct_bias": correct_bias,
-            },
-        )
-
-    @torch.no_grad()
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, self.state[parameter], group)
-        return loss
-
-    @staticmethod
-    def _step(parameter: torch.Tensor, state: Dict[str, Any], group: Dict[str, Any]) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            raise RuntimeError("AdamW takes no sparse gradients: use SparseAdam.")
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        size = group["lr"]
-        if group["correct_bias"]:
-            size = size * math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
-        denominator = state["exp_avg_sq"].sqrt().add_(group["eps"])
-        parameter.addcdiv_(state["exp_avg"], denominator, value=-size)
-        if group["weight_decay"] > 0:
-            parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
-
-
 @contextmanager
-def resources_without_setuptools(module: ModuleType) -> Iterator[None]:
-    """
-    py-rouge imports `pkg_resources`, which setuptools no longer has, to find two files of its own.
-    """
+def _resources_without_setuptools() -> Iterator[None]:
     if importlib.util.find_spec("pkg_resources") is not None:
         yield
         return
@@ -339,13 +304,14 @@ def _resource_path(module_name: str, name: str) -> str:
 
 
 @contextmanager
-def no_downloads_of_nltk(module: ModuleType) -> Iterator[None]:
+def former_imports_of_narrativeqa(module: ModuleType) -> Iterator[None]:
     """
-    When it is imported, it downloads data of NLTK's, in each worker. What needs them says so.
+    It imports py-rouge, which imports `pkg_resources` to find two files of its own: setuptools no
+    longer has that. It also downloads data of NLTK's, in each worker. What needs them says so.
     """
     import nltk
 
-    with mock.patch.object(nltk, "download"):
+    with mock.patch.object(nltk, "download"), _resources_without_setuptools():
         yield
 
 

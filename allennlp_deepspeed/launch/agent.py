@@ -46,7 +46,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from allennlp_deepspeed.announcements import announce, silence
 from allennlp_deepspeed.engine import module_calls, worker_failure
 from allennlp_deepspeed.engine.worker_failure import Failure
-from allennlp_deepspeed_import_hook import fork_server
+from allennlp_deepspeed_import_hook import fork_server, temporary_directory
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
     """
     if START_METHOD == "forkserver":
         fork_server.ensure_running()
-    directory = tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_")
+    directory = tempfile.TemporaryDirectory(dir=temporary_directory.path())
     silent = silence("torch.distributed.elastic", "torch.multiprocessing")
     agent = None
     with silent, directory as logs, _signal_handlers_of_elastic():
@@ -311,7 +311,8 @@ class _Agent(LocalElasticAgent):
         self._was_stopped = False
         self._seconds_to_stop = _SHUTDOWN_SECONDS
         worker_group.spec.args = (self._node_rank, self._training, self._node, *self._args)
-        started = super()._start_workers(worker_group)
+        with fork_server.forking_workers():
+            started = super()._start_workers(worker_group)
         _limit_shutdown_time(self._pcontext)
         return started
 
@@ -621,20 +622,21 @@ def _wait_for_store(node: Node) -> str:
 def _signal_handlers_of_elastic() -> Iterator[None]:
     """
     Context manager with elastic's signal handlers, which elastic itself sets only while it has
-    workers. Ignored signals remain ignored, as with `nohup`.
+    workers. Ignored signals remain ignored, as with `nohup`, and those that a library in C handles
+    remain with it: Python couldn't restore its handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    handled = [n.name for n, handler in handlers.items() if handler is not signal.SIG_IGN]
-    with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}):
+    handled = {n: h for n, h in handlers.items() if h not in (None, signal.SIG_IGN)}
+    names = ",".join(number.name for number in handled)
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_SIGNALS_TO_HANDLE": names}):
         try:
-            for name in handled if is_main else ():
-                signal.signal(signal.Signals[name], _terminate_process_handler)
+            for number in handled if is_main else ():
+                signal.signal(number, _terminate_process_handler)
             yield
         finally:
-            if is_main:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
+            for number, handler in handled.items() if is_main else ():
+                signal.signal(number, handler)
 
 
 def _announce(event: str) -> None:

@@ -20,7 +20,7 @@ from allennlp.common import cached_transformers
 from allennlp.modules.transformer import TransformerStack
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, shims
+from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, former_adamw, shims
 from tests.support import minilm_outputs
 from tests.support.command import REPOSITORY
 
@@ -100,22 +100,147 @@ def test_a_command_has_its_workers_import_beside_it(
     """AllenNLP is an empty package here."""
     (tmp_path / "allennlp").mkdir()
     (tmp_path / "allennlp" / "__init__.py").touch()
-    code = f"""
-import allennlp_deepspeed_import_hook, psutil, sys
-sys.path.insert(0, {str(tmp_path)!r})
-sys.argv = ["allennlp", "train", sys.argv[1]]
+    script = tmp_path / "bin" / "allennlp"
+    script.parent.mkdir()
+    script.write_text(
+        f"""
+import sys
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(tmp_path)!r}]
+import allennlp_deepspeed_import_hook, psutil
 import allennlp
 print(len(psutil.Process().children()) > 0)
 """
+    )
     config = json.dumps({"distributed": {"cuda_devices": [-1]}, "trainer": {"type": trainer}})
-    assert _run("-c", code, config, cwd=REPOSITORY).split() == [str(is_started)]
+    assert _run(script, "train", config, cwd=tmp_path).split() == [str(is_started)]
+
+
+def test_a_process_that_a_command_spawns_starts_no_server(tmp_path: Path) -> None:
+    """It has the command's arguments, and imports its main module. AllenNLP is empty here."""
+    (tmp_path / "allennlp").mkdir()
+    (tmp_path / "allennlp" / "__init__.py").touch()
+    main = f"""
+import sys
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(tmp_path)!r}]
+import allennlp_deepspeed_import_hook, allennlp, multiprocessing, psutil
+
+def count(connection):
+    connection.send(len(psutil.Process().children()))
+
+if __name__ == "__main__":
+    own = len(psutil.Process().children()) > 0
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=count, args=(writer,))
+    process.start()
+    print(own, reader.recv())
+    process.join()
+"""
+    (tmp_path / "allennlp_command").mkdir()
+    script = tmp_path / "allennlp_command" / "allennlp"
+    script.write_text(main)
+    config = json.dumps({"distributed": {"cuda_devices": [-1]}, "trainer": {"type": "deepspeed"}})
+    assert _run(script, "train", config, cwd=tmp_path).split() == ["True", "0"]
+
+
+@pytest.mark.parametrize("name", ["rouge", "overrides", "allennlp_deepspeed_import_hook.shims"])
+def test_a_program_that_is_not_allennlp_imports_nothing_more(name: str, tmp_path: Path) -> None:
+    """A popular package has the name of one that allennlp-models imports."""
+    (tmp_path / "rouge.py").touch()
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import allennlp_deepspeed_import_hook
+import {name}
+print([each for each in ("torch", "transformers", "nltk", "numpy") if each in sys.modules])
+if {name!r} != "allennlp_deepspeed_import_hook.shims":
+    print("allennlp_deepspeed_import_hook.shims" in sys.modules)
+"""
+    assert _run("-c", code, cwd=REPOSITORY).split() in (["[]"], ["[]", "False"])
+
+
+PROJECT = """
+import allennlp_deepspeed_import_hook
+import torch
+from overrides import EnforceOverrides, final, overrides
+
+class Base:
+    def method(self, one): ...
+    @final
+    def last(self): ...
+
+def override_differently():
+    class Other(Base):
+        @overrides
+        def method(self): ...
+
+def misspell():
+    class Other(Base):
+        @overrides
+        def metod(self, one): ...
+
+def override_final():
+    class Other(Base):
+        @overrides
+        def last(self): ...
+
+def refuses(define):
+    try:
+        define()
+    except TypeError:
+        return True
+    return False
+
+print([refuses(define) for define in (override_differently, misspell, override_final)])
+
+from allennlp.data import DatasetReader
+from allennlp.models import Model
+from allennlp.predictors import Predictor
+
+class Reader(DatasetReader):
+    @overrides
+    def _read(self, file_path): yield from ()
+    @overrides
+    def text_to_instance(self, text: str, labels: list = None): ...
+
+class Sub(Reader):
+    @overrides(check_signature=True)
+    def text_to_instance(self, words, tags=None, *, ids=None): ...
+
+class Classifier(Model):
+    @overrides
+    def forward(self, tokens, label=None): ...
+
+class Encoder(torch.nn.Module):
+    @overrides()
+    def forward(self, tokens, mask): ...
+
+class Predict(Predictor):
+    @overrides
+    def _json_to_instance(self, json_dict): ...
+
+class Enforced(EnforceOverrides):
+    def method(self, one): ...
+
+class Enforcing(Enforced):
+    @overrides
+    def method(self): ...
+
+print([refuses(define) for define in (override_differently, misspell, override_final)])
+"""
+
+
+def test_projects_override_methods_with_other_arguments() -> None:
+    """And those that don't import AllenNLP have their signatures compared."""
+    before, after = _run("-c", PROJECT, cwd=REPOSITORY).splitlines()
+    assert before == "[True, True, True]" and after == "[False, True, True]"
 
 
 @pytest.mark.parametrize("correct_bias", [True, False])
 def test_adamw_steps_as_its_paper_says(correct_bias: bool):
     weight = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
     settings: Dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.01, "weight_decay": 0.5}
-    optimizer = shims.AdamW([weight], correct_bias=correct_bias, **settings)
+    optimizer = former_adamw.AdamW([weight], correct_bias=correct_bias, **settings)
     expected, mean, square = 2.0, 0.0, 0.0
     for step, gradient in enumerate([1.0, -3.0, 0.5], start=1):
         weight.grad = torch.tensor([gradient], dtype=torch.float64)

@@ -13,6 +13,8 @@ from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.confidence_checks.normalization_bias_verification import NormalizationBiasVerification
 from allennlp.data import Vocabulary
+from allennlp.data.data_loaders import MultiProcessDataLoader
+from allennlp.data.dataset_readers import SequenceTaggingDatasetReader
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer
@@ -50,6 +52,23 @@ def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
 @worked_around_by("compat.support_bf16_in_tiny_value_of_dtype")
 def test_masks_refuse_bf16() -> bool:
     return _fails(lambda: tiny_value_of_dtype(torch.bfloat16))
+
+
+@worked_around_by("compat.share_locks_of_spawned_loader_workers")
+def test_spawned_loader_workers_are_given_a_lock_of_another_start_method() -> bool:
+    with TemporaryDirectory() as directory:
+        path = f"{directory}/data"
+        with open(path, "w") as file:
+            file.write("a###X\tb###Y\n" * 4)
+        loader = MultiProcessDataLoader(
+            SequenceTaggingDatasetReader(),
+            path,
+            batch_size=2,
+            num_workers=1,
+            max_instances_in_memory=2,
+            start_method="spawn",
+        )
+        return _fails(lambda: next(iter(loader.iter_instances())))
 
 
 @worked_around_by("compat.tell_cached_transformers_apart")

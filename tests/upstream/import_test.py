@@ -8,15 +8,19 @@ from types import ModuleType
 import huggingface_hub
 import transformers
 from allennlp.common import cached_transformers
+from allennlp.data import DatasetReader
+from allennlp.data.dataset_readers.dataset_reader import DistributedInfo
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
 from allennlp.training import optimizers
+from overrides.signature import ensure_signature_is_compatible
 
 from tests.upstream.unpatched import worked_around_by
 
 # Without these AllenNLP couldn't have been imported here.
 _SHIMS = "allennlp_deepspeed_import_hook.shims"
+_ADAMW = "allennlp_deepspeed_import_hook.former_adamw"
 
 
 @worked_around_by("shims")
@@ -29,7 +33,7 @@ def test_the_hub_has_dropped_classes() -> bool:
 
 @worked_around_by("shims")
 def test_transformers_have_dropped_an_optimizer() -> bool:
-    is_dropped = optimizers.transformers.AdamW.__module__ == _SHIMS  # type: ignore[attr-defined]
+    is_dropped = optimizers.transformers.AdamW.__module__ == _ADAMW  # type: ignore[attr-defined]
     return is_dropped and _mentions(optimizers, "transformers.AdamW")
 
 
@@ -61,6 +65,31 @@ def test_the_toolkit_finds_no_safetensors() -> bool:
         except Exception:
             return True
     return False
+
+
+@worked_around_by("shims.uncompared_signatures")
+def test_signatures_of_overriding_methods_are_compared() -> bool:
+    def text_to_instance(self, text: str, labels: list = None): ...  # type: ignore[no-untyped-def]
+
+    # The package has a function of that name.
+    module = importlib.import_module("overrides.overrides")
+    try:
+        ensure_signature_is_compatible(DatasetReader.text_to_instance, text_to_instance)
+    except TypeError:
+        return _mentions(module, "ensure_signature_is_compatible(super_method, method")
+    return False
+
+
+@worked_around_by("shims.ranks_in_spawned_loader_workers")
+def test_a_reader_without_a_process_group_does_not_shard_over_ranks() -> bool:
+    class Sharding(DatasetReader):
+        def __init__(self) -> None:
+            super().__init__(manual_distributed_sharding=True, manual_multiprocess_sharding=True)
+
+    reader = Sharding()
+    reader._set_distributed_info(DistributedInfo(2, 1))
+    as_it_is = DatasetReader.shard_iterable.__wrapped__  # type: ignore[attr-defined]
+    return list(as_it_is(reader, range(4))) == [0, 1, 2, 3]
 
 
 def _mentions(module: ModuleType, text: str) -> bool:

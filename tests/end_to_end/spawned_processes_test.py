@@ -1,0 +1,208 @@
+"""
+Processes that others start, next to this package: AllenNLP's workers, loader workers, and those of
+a user's program.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Set
+
+import pytest
+
+from tests.support.command import Run, allennlp, subprocess_allennlp
+from tests.support.experiment import (
+    INCLUDED,
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+)
+
+TIME_LIMIT = 150  # seconds, for one program
+
+PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
+
+ONE_EPOCH = {"trainer.num_epochs": 1}
+LOADER_WORKER = {
+    "data_loader.num_workers": 1,
+    "data_loader.max_instances_in_memory": 8,
+    # A spawned worker has a random state of its own.
+    "data_loader.shuffle": False,
+}
+
+
+def train(directory: Path, config: Dict[str, Any], command: Callable[..., Run]) -> Result:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    out = directory / "out"
+    run = command("train", directory / "config.json", "-s", out, *PACKAGES).check()
+    assert not run.processes
+    return Result(out)
+
+
+def test_allennlps_trainer_has_workers_where_the_package_is_included(tmp_path: Path) -> None:
+    config = load_config("tagger", TWO_WORKERS, ONE_EPOCH)
+    plain = train(tmp_path / "plain", config, subprocess_allennlp)
+    ours = train(tmp_path / "ours", deepspeed(config, 2), allennlp)
+    assert_same_weights(ours.weights(), plain.weights())
+
+
+@pytest.mark.parametrize(
+    "workers, is_ours", [(ONE_PROCESS, False), (TWO_WORKERS, True)], ids=["AllenNLP's", "ours"]
+)
+def test_loader_workers_are_spawned(workers: Dict[str, Any], is_ours: bool, tmp_path: Path) -> None:
+    forked = load_config("tagger", workers, ONE_EPOCH, LOADER_WORKER)
+    expected = train(tmp_path / "forked", forked, allennlp).weights()
+    spawned = load_config(
+        "tagger", workers, ONE_EPOCH, LOADER_WORKER, {"data_loader.start_method": "spawn"}
+    )
+    spawned = deepspeed(spawned, 2) if is_ours else spawned
+    actual = train(tmp_path / "spawned", spawned, subprocess_allennlp).weights()
+    assert_same_weights(actual, expected)
+
+
+PROGRAM = """
+import json, multiprocessing, signal, sys, time
+
+from allennlp.commands.train import train_model
+from allennlp.common import Params
+
+import allennlp_deepspeed
+
+
+def send_state(connection):
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    is_default = [handler == signal.SIG_DFL for handler in handlers]
+    connection.send([*is_default, "colorsys" in sys.modules])
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["colorsys"])
+    packages = ["allennlp_deepspeed", "tests.fixtures"]
+    params = Params.from_file("config.json")
+    train_model(params, "out", include_package=packages, return_model=False)
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=send_state, args=(writer,))
+    process.start()
+    print("In the child:", json.dumps(reader.recv()), flush=True)
+    process.join()
+    process = context.Process(target=time.sleep, args=(60,))
+    process.start()
+    process.terminate()
+    process.join(30)
+    print("It ended by", process.exitcode, flush=True)
+"""
+
+
+def test_a_users_forkserver_stays_as_it_was(tmp_path: Path) -> None:
+    """After a training with several workers from Python."""
+    config = deepspeed(load_config("tagger", TWO_WORKERS, ONE_EPOCH), 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    output = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+    ).stdout
+    assert "In the child: [true, true, true]" in output, output[-3000:]
+    assert f"It ended by {-signal.SIGTERM}" in output
+
+
+HANDLED_IN_C = """
+import signal
+
+from allennlp.commands.train import train_model
+from allennlp.common import Params
+
+import allennlp_deepspeed
+
+if __name__ == "__main__":
+    # As where a program in C that embeds Python has installed a handler before.
+    known = signal.getsignal
+    signal.getsignal = lambda number: None if number == signal.SIGHUP else known(number)
+    packages = ["allennlp_deepspeed", "tests.fixtures"]
+    params = Params.from_file("config.json")
+    train_model(params, "out", include_package=packages, return_model=False)
+    print("trained", flush=True)
+"""
+
+
+def test_a_signal_handler_that_python_does_not_know_hides_no_result(tmp_path: Path) -> None:
+    config = deepspeed(load_config("tagger", TWO_WORKERS, ONE_EPOCH), 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "program.py").write_text(HANDLED_IN_C)
+    output = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+    ).stdout
+    assert "trained" in output.splitlines(), output[-3000:]
+
+
+def folders(directory: Path) -> Set[str]:
+    return {name for name in os.listdir(directory) if name.startswith(("allennlp_", "pymp-"))}
+
+
+def test_a_command_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
+    """And nothing of others: of a command that is running, of a user, or behind a link."""
+    temporary, others = tmp_path / "tmp", tmp_path / "others"
+    others.mkdir()
+    (others / "lock").touch()
+    users = temporary / "allennlp_deepspeed_training"
+    users.mkdir(parents=True)
+    (users / "file").touch()
+    link = temporary / "allennlp_deepspeed_link"
+    link.symlink_to(others)
+    is_of_others = {users.name, link.name}
+    (tmp_path / "config.json").write_text(
+        json.dumps(deepspeed(load_config("tagger", TWO_WORKERS, ONE_EPOCH), 2))
+    )
+
+    def start(name: str) -> Any:
+        arguments = ("train", tmp_path / "config.json", "-s", tmp_path / name, *PACKAGES)
+        return subprocess.Popen(
+            [sys.executable, "-m", "allennlp", *map(str, arguments)],
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+
+    def new_folder(known: Set[str]) -> str:
+        deadline = time.monotonic() + TIME_LIMIT
+        while not (new := folders(temporary) - known):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (name,) = new
+        while not os.listdir(temporary / name):
+            assert time.monotonic() < deadline
+        return name
+
+    processes = [start("killed")]
+    try:
+        left = new_folder(is_of_others)
+        processes[0].kill()
+        processes[0].wait(TIME_LIMIT)
+        assert folders(temporary) == {left, *is_of_others}
+        processes.append(start("first"))
+        first = new_folder({left, *is_of_others})
+        processes.append(start("second"))
+        second = new_folder({left, first, *is_of_others})
+        assert folders(temporary) == {first, second, *is_of_others}
+        assert [process.wait(TIME_LIMIT) for process in processes[1:]] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    assert folders(temporary) == is_of_others
+    assert (others / "lock").exists() and (users / "file").exists()
