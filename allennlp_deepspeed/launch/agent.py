@@ -80,7 +80,8 @@ _SECONDS_BEFORE_LINE = 5.0
 
 _ADDRESS_ADVICE = (
     "'distributed.primary_address' and 'distributed.primary_port' (or 'rendezvous_endpoint') must "
-    "be an address of node 0 (or of a store) that all nodes can reach, and a free port there."
+    "be an address of node 0 (or of a store) that all nodes can reach, and a free port there. "
+    "Other nodes need their own --node-rank."
 )
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
