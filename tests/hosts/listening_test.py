@@ -68,9 +68,7 @@ def test_a_node_of_another_training_neither_joins_nor_ends_it(
         run.check()
         assert "Restarting" not in run.output
     expected = experiments.run(on_one_host(training(two_hosts, pause=0), workers=1))
-    assert_same_weights(
-        Result(tmp_path / "out_0").weights(), expected.weights(), tolerance=0
-    )
+    assert_same_weights(Result(tmp_path / "out_0").weights(), expected.weights(), tolerance=0)
 
 
 def test_a_name_that_is_loopback_is_refused(two_hosts: Hosts, tmp_path: Path):
