@@ -1,24 +1,18 @@
 """Nobody outside of this machine reaches a training on it, and nobody on it makes it run code."""
 
-import base64
 import contextlib
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Set
 
 import psutil
 import pytest
-import torch.distributed as dist
 
-from tests.fixtures.malicious import Malicious
 from tests.support.experiment import (
     INCLUDED,
     TWO_WORKERS,
@@ -29,19 +23,15 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.listening import Listener, listeners, with_descendants
+from tests.support.listening import Listener, listeners, with_descendants, write_payload
 
 PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
 PYTHON_MODULE = [sys.executable, "-m"]
 STAND_IN = [*PYTHON_MODULE, "tests.support.stand_in_launcher", "environment", "2", *PYTHON_MODULE]
 ALLENNLP = [str(shutil.which("allennlp", path=os.path.dirname(sys.executable)))]
 
-# The key at which PyTorch's rendezvous has its state.
-RENDEZVOUS_KEY = "torch.rendezvous.allennlp_deepspeed"
-
 # Seconds.
 TIME_LIMIT = 240
-TIME_FOR_AN_ANSWER = timedelta(seconds=2)
 
 ONE_PROCESS = deepspeed(load_config("tagger", {"trainer.num_epochs": 2}), 2)
 WORKERS = {**ONE_PROCESS, **TWO_WORKERS}
@@ -107,7 +97,7 @@ def training(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Training
             found |= now
             if not written and "step 3 of epoch 0" in (directory / "output").read_text():
                 # What isn't a store takes as long as it likes to say so.
-                written = [writers.submit(write_payload, listener, mark) for listener in now]
+                written = [writers.submit(write_payload, *listener, mark) for listener in now]
             time.sleep(0.02)
         assert process.returncode == 0 and written, (directory / "output").read_text()[-4000:]
     finally:
@@ -119,21 +109,6 @@ def training(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Training
     return Training(
         Result(directory / "out"), expected, found, num_stores, expected_num_stores, mark.exists()
     )
-
-
-def write_payload(listener: Listener, mark: Path) -> bool:
-    """
-    Has the store at an address, if there is one, do something to who unpickles a value of it. Its
-    keys are those that it has, and those that PyTorch's own rendezvous reads.
-    """
-    payload = pickle.dumps(Malicious(mark))
-    try:
-        store = dist.TCPStore(listener.address, listener.port, timeout=TIME_FOR_AN_ANSWER)
-        for key in [RENDEZVOUS_KEY, *store.list_keys()]:
-            store.set(key, base64.b64encode(payload).decode())
-    except (dist.DistError, RuntimeError):
-        return False
-    return True
 
 
 def test_no_socket_listens_to_other_machines(training: Training) -> None:

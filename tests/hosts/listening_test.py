@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.faults_test import on
 from tests.hosts.start_test import experiment, message, start
 from tests.support.command import Command, wait_for_all
 from tests.support.experiment import Config, Experiments, Result, assert_same_weights
 from tests.support.hosts import PORT, Hosts, on_one_host
-from tests.support.listening import listeners, with_descendants
+from tests.support.listening import listeners, with_descendants, write_payload
 
 TIME_LIMIT = 120
 
@@ -77,3 +78,15 @@ def test_a_name_that_is_loopback_is_refused(two_hosts: Hosts, tmp_path: Path):
     config = training(two_hosts, primary_address="host-0")
     [run] = wait_for_all(start(two_hosts, tmp_path, config, ranks=[0]), TIME_LIMIT)
     assert "host-0 is 127.0.1.1 on host-0" in message(run)
+
+
+def test_what_a_stranger_writes_into_the_store_of_nodes_is_not_run(
+    two_hosts: Hosts, tmp_path: Path
+):
+    mark = tmp_path / "mark"
+    commands = start(two_hosts, tmp_path, training(two_hosts, max_restarts=1))
+    commands[0].wait_until_it_prints("step 1 of epoch 0", TIME_LIMIT)
+    assert on(two_hosts[1], write_payload, two_hosts[0].address, PORT, mark)
+    for run in wait_for_all(commands, TIME_LIMIT):
+        assert "has values that no node of this training has written" in message(run)
+    assert not mark.exists()

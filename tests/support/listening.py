@@ -1,12 +1,24 @@
-"""Where the processes of a training listen for connections."""
+"""Where the processes of a training listen for connections, and what a stranger sends there."""
 
+import base64
 import contextlib
 import ipaddress
 import os
+import pickle
 import sys
+from datetime import timedelta
+from pathlib import Path
 from typing import List, NamedTuple, Set
 
 import psutil
+import torch.distributed as dist
+
+from tests.fixtures.malicious import Malicious
+
+# The key at which PyTorch's rendezvous has its state, if the ID of the run is this package's name.
+RENDEZVOUS_KEY = "torch.rendezvous.allennlp_deepspeed"
+
+_TIME_FOR_AN_ANSWER = timedelta(seconds=2)
 
 _LISTENS = "0A"
 
@@ -49,6 +61,33 @@ def listeners(processes: List[psutil.Process]) -> Set[Listener]:
                         if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in links:
                             found.add(_listener(fields[1]))
     return found
+
+
+def write_payload(address: str, port: int, mark: Path) -> bool:
+    """
+    Has the store at an address do something to who unpickles a value of it. Its keys are those that
+    it has, and the one that PyTorch's own rendezvous reads.
+
+    # Parameters
+
+    address : `str`
+    port : `int`
+    mark : `Path`
+        What is made by code that runs.
+
+    # Returns
+
+    `bool`
+        Whether there is a store.
+    """
+    payload = pickle.dumps(Malicious(mark))
+    try:
+        store = dist.TCPStore(address, port, timeout=_TIME_FOR_AN_ANSWER)
+        for key in [RENDEZVOUS_KEY, *store.list_keys()]:
+            store.set(key, base64.b64encode(payload).decode())
+    except (dist.DistError, RuntimeError):
+        return False
+    return True
 
 
 def _link(path: str) -> str:
