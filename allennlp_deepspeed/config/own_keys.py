@@ -385,6 +385,14 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
         "unset, the store is on node 0, at `primary_address` and `primary_port`.",
         advice='must be "host:port"',
     ),
+    "rendezvous_id": Key(
+        Optional[Annotated[str, Field(min_length=1)]],
+        default=None,
+        doc="A name of the run, like torchrun's `--rdzv-id`, the same on all nodes. Nodes with "
+        "another one, or with another config, aren't let in "
+        "([several machines](several_machines.md#without-a-launcher)).",
+        advice="must be a string, such as the ID of a job",
+    ),
 }
 """The keys under "distributed" that AllenNLP doesn't have."""
 

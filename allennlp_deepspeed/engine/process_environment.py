@@ -24,6 +24,7 @@ from allennlp_deepspeed.engine import (
     deepspeed_logging,
     internals,
     module_hooks,
+    network_interfaces,
     parameter_layout,
     released_parameters,
 )
@@ -69,6 +70,9 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
         _skip_shared_memory_all_reduce()
         undo.enter_context(deepspeed_logging.log_through_allennlp())
         if not dist.is_initialized():
+            names = network_interfaces.VARIABLES
+            undo.callback(_restore_environment, {n: os.environ.get(n) for n in names})
+            network_interfaces.select_loopback()
             _init_single_process_group(device)
             undo.callback(_destroy_process_group)
             undo.enter_context(as_single_process())

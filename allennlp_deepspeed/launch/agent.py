@@ -3,7 +3,6 @@ Agent of a node: starts its workers with torch.distributed.elastic, restarts the
 they ended.
 """
 
-import faulthandler
 import functools
 import json
 import logging
@@ -16,8 +15,9 @@ import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, TypeVar
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 from unittest import mock
 
 import torch.distributed as dist
@@ -38,19 +38,19 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
-    RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from allennlp_deepspeed.announcements import announce, silence
 from allennlp_deepspeed.engine import module_calls, worker_failure
 from allennlp_deepspeed.engine.worker_failure import Failure
+from allennlp_deepspeed.launch import rendezvous
+from allennlp_deepspeed.launch.serialization_directory import is_created, mark_created
 from allennlp_deepspeed_import_hook import fork_server, temporary_directory
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 START_METHOD = "forkserver"
 
@@ -67,13 +67,12 @@ _EXIT_BARRIER_SECONDS = 60.0
 _SECONDS_AFTER_CLOSE = 15.0
 
 # Seconds between two heartbeats (a node that misses three is lost), and from the arrival of
-# `min_nodes` to the start without the others. Elastic's defaults are 5 and 30.
-_ELASTIC_INTERVALS = {"keep_alive_interval": 3, "last_call_timeout": 5}
+# `min_nodes` to the start without the others.
+_INTERVALS = {"keep_alive_interval": 5, "last_call": 30}
+_ELASTIC_INTERVALS = {"keep_alive_interval": 3, "last_call": 5}
 
-# Seconds for a response of the store, which is on node 0. If the link to it is cut, PyTorch's own
-# limit has no effect, and this process exits after the second one.
+# Seconds for a response of the store, which is on node 0.
 _STORE_READ_SECONDS = 60
-_STORE_EXIT_SECONDS = 65.0
 
 # Seconds between two attempts to connect to the store, and until a line reports it.
 _RETRY_SECONDS = 0.5
@@ -81,7 +80,8 @@ _SECONDS_BEFORE_LINE = 5.0
 
 _ADDRESS_ADVICE = (
     "'distributed.primary_address' and 'distributed.primary_port' (or 'rendezvous_endpoint') must "
-    "be an address of node 0 (or of a store) that all nodes can reach, and a free port there."
+    "be an address of node 0 (or of a store) that all nodes can reach, and a free port there. "
+    "Other nodes need their own --node-rank."
 )
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -122,6 +122,10 @@ class Node:
     min_nodes : `int`, optional (default = `None`)
         The minimum number of nodes with which training continues if some are lost. `None` if all
         are required.
+    values : `Dict[str, Any]`, optional (default = `{}`)
+        What must be the same on all nodes of the training, by name.
+    directory : `str`, optional (default = `""`)
+        A directory of the agent's, that ends with it.
     """
 
     rank: int
@@ -134,6 +138,8 @@ class Node:
     shutdown_timeout: float = 120.0
     max_restarts: int = 0
     min_nodes: Optional[int] = None
+    values: Dict[str, Any] = field(default_factory=dict)
+    directory: str = ""
 
     @property
     def endpoint(self) -> str:
@@ -158,6 +164,8 @@ class Member(NamedTuple):
         start.
     was_stopped : `bool`
         Whether its workers were told to exit, as the workers of all nodes are when a node joins.
+    has_begun : `bool`
+        Whether it knows that an earlier start has created the serialization directory.
     """
 
     rank: int
@@ -167,6 +175,7 @@ class Member(NamedTuple):
     remaining_restarts: int
     training: Optional[str]
     was_stopped: bool
+    has_begun: bool
 
 
 def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
@@ -193,16 +202,21 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
     """
     if START_METHOD == "forkserver":
         fork_server.ensure_running()
-    directory = tempfile.TemporaryDirectory(dir=temporary_directory.path())
+    temporary = tempfile.TemporaryDirectory(dir=temporary_directory.path())
     silent = silence("torch.distributed.elastic", "torch.multiprocessing")
     agent = None
-    with silent, directory as logs, _signal_handlers_of_elastic():
+    with silent, temporary as directory, _signal_handlers_of_elastic():
+        node = replace(node, directory=directory)
         try:
-            handler = _create_rendezvous(node)
-            agent = _Agent(node, handler, function, args, logs)
-            result = agent.run()
-            # Tells nodes that arrive later that the training has ended.
-            handler.shutdown()
+            agent = _Agent(node, _create_rendezvous(node), function, args)
+            result = None
+            while not agent.has_ended:
+                try:
+                    result = agent.run_and_close()
+                except (RendezvousConnectionError, dist.DistError):
+                    if not agent.may_wait_for_store:
+                        raise
+                    agent = agent.wait_for_store()
         except SignalException as error:
             raise _interruption(error.sigval) from None
         except RendezvousTimeoutError as error:
@@ -211,6 +225,11 @@ def run_workers(node: Node, function: Callable[..., Any], *args: Any) -> None:
                 f"{node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout'), and "
                 f"{node.min_nodes or 'all'} are needed. Start 'allennlp train' on every node, "
                 "each with its own --node-rank."
+            ) from error
+        except RendezvousStateError as error:
+            raise WorkerFailed(
+                f"The store at {node.endpoint} has values that no node of this training has "
+                "written: another program uses the port, or somebody on the network."
             ) from error
         except (RendezvousClosedError, RendezvousConnectionError, dist.DistError) as error:
             cause = None if agent is None else agent.last_failure
@@ -249,7 +268,7 @@ class _Agent(LocalElasticAgent):
         handler: RendezvousHandler,
         function: Callable[..., Any],
         args: Any,
-        logs: str,
+        previous: Optional["_Agent"] = None,
     ) -> None:
         spec = WorkerSpec(
             role="worker",
@@ -261,19 +280,22 @@ class _Agent(LocalElasticAgent):
         )
         super().__init__(
             spec,
-            DefaultLogsSpecs(log_dir=logs),
+            DefaultLogsSpecs(log_dir=node.directory),
             start_method=START_METHOD,
             exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
         )
         self._node = node
-        self._args = args
+        self._function, self._args = function, args
         self._id = uuid.uuid4().hex
-        self._training: Optional[str] = None
+        self._training: Optional[str] = None if previous is None else previous._training
+        self._has_begun: bool = previous is not None and previous._has_begun
         # Of the last start of the workers.
         self._members: List[Member] = []
         self._node_rank, self._restarts_of_start = node.rank, node.max_restarts
         self._seconds_to_stop: float = _SHUTDOWN_SECONDS
-        self._last_step: Optional[int] = None
+        self._last_step: Optional[int] = None if previous is None else previous._last_step
+        self._is_restarting = False
+        self.has_ended = False
         self._closed_since: Optional[float] = None
         self._was_stopped = False
         self.last_failure: Optional[BaseException] = None
@@ -282,6 +304,51 @@ class _Agent(LocalElasticAgent):
             watched.num_nodes_waiting = functools.partial(
                 self._num_nodes_changed, handler.num_nodes_waiting
             )
+
+    def run_and_close(self) -> Optional[RunResult]:
+        """
+        Runs the workers until the training has ended, of which nodes that arrive later are told.
+
+        # Returns
+
+        `Optional[RunResult]`
+            `None` if this node had no place in the training.
+        """
+        result: Optional[RunResult] = self.run()
+        self.has_ended = True
+        if result is not None:
+            self._rdzv_handler.shutdown()
+        return result
+
+    @property
+    def may_wait_for_store(self) -> bool:
+        """Returns whether the training may continue with another store of node 0."""
+        node = self._node
+        is_on_another_node = node.num_nodes > 1 and not node.has_store
+        return is_on_another_node and node.min_nodes is None and self._restarts_for_store > 0
+
+    @property
+    def _restarts_for_store(self) -> int:
+        # If the store was lost in a restart, that has been counted.
+        return self._remaining_restarts + self._is_restarting
+
+    def wait_for_store(self) -> "_Agent":
+        """Waits until node 0 has been started again, and returns the agent that continues."""
+        restarts = self._restarts_for_store - 1
+        node = replace(self._node, max_restarts=restarts)
+        prefix = "" if self.last_failure is None else f"{self.last_failure}\n"
+        _announce(
+            f"{prefix}Node 0 (or the store) at {node.endpoint} is lost, or the connection to it. "
+            f"Waiting {node.rendezvous_timeout:g} s ('distributed.rendezvous_timeout') for its "
+            f"return: run its command again. Restarts left after this one: {restarts}"
+        )
+        return _Agent(node, _create_rendezvous(node), self._function, self._args, previous=self)
+
+    @overrides
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._is_restarting = True
+        super()._restart_workers(worker_group)
+        self._is_restarting = False
 
     @overrides
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -307,6 +374,11 @@ class _Agent(LocalElasticAgent):
     @overrides
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
         self._node_rank = self._exchange_members(worker_group)
+        if self._has_begun:
+            handler: Any = self._rdzv_handler
+            store = training_store(handler.store, self._training)
+            for rank in range(self._node.num_workers * len(self._members)):
+                mark_created(store, rank)
         self.last_failure = None
         self._was_stopped = False
         self._seconds_to_stop = _SHUTDOWN_SECONDS
@@ -350,6 +422,7 @@ class _Agent(LocalElasticAgent):
             self._remaining_restarts,
             self._training,
             self._was_stopped,
+            self._has_begun,
         )
         number, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
         members = _gather_members(worker_group.store, own, number, count)
@@ -372,6 +445,7 @@ class _Agent(LocalElasticAgent):
         self._members, self._restarts_of_start = members, self._remaining_restarts
         trainings = [member.training for member in members if member.training is not None]
         self._training = trainings[0] if trainings else members[0].agent
+        self._has_begun = any(member.has_begun for member in members)
         return members.index(own)
 
     def _compare_with_last_start(self, members: List[Member]) -> None:
@@ -402,8 +476,11 @@ class _Agent(LocalElasticAgent):
     @overrides
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
-        if self._node.num_nodes > 1 and result.state == WorkerState.HEALTHY:
-            self._raise_if_closed()
+        if result.state == WorkerState.HEALTHY:
+            if self._node.num_nodes > 1:
+                self._raise_if_closed()
+                self._look_for_directory()
+            result = self._find_left_worker() or result
         if result.is_failed():
             failed = next(iter(result.failures.values()))
             failure = worker_failure.read(failed.message)
@@ -423,6 +500,31 @@ class _Agent(LocalElasticAgent):
                     + f"Restarts left after this one: {self._remaining_restarts - 1}"
                 )
         return result
+
+    def _look_for_directory(self) -> None:
+        """Finds out, for a store that replaces this one, whether the workers have begun."""
+        if self._node.min_nodes is None and not self._has_begun:
+            handler: Any = self._rdzv_handler
+            store = training_store(handler.store, self._training)
+            self._has_begun = handler.ask(functools.partial(is_created, store, leader=0), False)
+
+    def _find_left_worker(self) -> Optional[RunResult]:
+        """
+        Returns the failure of a worker that has exited with code 0 and not returned, of which
+        elastic takes no notice. If a worker has reported another cause, it exits soon.
+        """
+        context: Any = self._pcontext
+        if any(os.path.exists(path) for path in context.error_files.values()):
+            return None
+        for local_rank, process in enumerate(context._pc.processes):
+            # Those that return wait for the others before they exit.
+            has_returned = local_rank in context._return_values
+            if process.exitcode == 0 and not has_returned and context._ret_vals[local_rank].empty():
+                path = context.error_files[local_rank]
+                rank = self._worker_group.workers[local_rank].global_rank
+                failure = ProcessFailure(local_rank, process.pid, 0, path)
+                return RunResult(WorkerState.FAILED, failures={rank: failure})
+        return None
 
     def _num_nodes_changed(self, num_nodes_waiting: Callable[[], int]) -> int:
         """
@@ -457,6 +559,9 @@ class _Agent(LocalElasticAgent):
         if self._closed_since is None:
             self._closed_since = time.monotonic()
         if time.monotonic() - self._closed_since > _SECONDS_AFTER_CLOSE:
+            handler: Any = self._rdzv_handler
+            if handler.is_lost:
+                raise RendezvousConnectionError("The store is lost.")
             raise RendezvousClosedError("Another node has ended the training.")
 
     def _has_failed_again(self, failure: Failure) -> bool:
@@ -475,6 +580,8 @@ class _Agent(LocalElasticAgent):
         if failure is None:
             rank = self._node_rank * self._node.num_workers + failed.local_rank
             how = f"exited with code {failed.exitcode}"
+            if failed.exitcode == 0:
+                how += ", but had not finished: its code or a library has called `os._exit`"
             if failed.exitcode < 0:
                 how = f"was killed by {failed.signal_name()}"
                 if failed.exitcode == -signal.SIGKILL:
@@ -541,47 +648,55 @@ def _limit_shutdown_time(context: Any) -> None:
     context._pc.join = functools.partial(context._pc.join, grace_period=_SHUTDOWN_SECONDS)
 
 
+def training_store(store: dist.Store, training: Optional[str]) -> dist.Store:
+    """Returns the part of the nodes' store that belongs to all starts of a training."""
+    return dist.PrefixStore(f"allennlp_deepspeed/{training}", store)
+
+
 def _create_rendezvous(node: Node) -> RendezvousHandler:
-    """Creates the c10d rendezvous at node 0, or at an endpoint."""
+    """Creates the rendezvous of the nodes at node 0 or at an endpoint, or that of a single one."""
+    if node.num_nodes == 1:
+        return rendezvous.LocalRendezvous()
+    # As which the workers of other nodes reach those of this one.
     own_address = node.address if node.has_store else _wait_for_store(node)
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=node.endpoint,
-        run_id="allennlp_deepspeed",
+    seconds = timedelta(seconds=_STORE_READ_SECONDS)
+    try:
+        if node.has_store:
+            store = rendezvous.start_store(node.address, node.port, seconds)
+        else:
+            store = dist.TCPStore(node.address, node.port, timeout=seconds, wait_for_workers=False)
+        training, differing = rendezvous.enter(store, node.values)
+        backend = rendezvous.JsonBackend(store, training)
+    except (OSError, dist.DistError, RendezvousConnectionError) as error:
+        raise ConfigurationError(
+            f"{node.endpoint} can't be used on {socket.gethostname()}: {error}. {_ADDRESS_ADVICE}"
+        ) from error
+    if differing:
+        raise _other_training_error(node, differing)
+    intervals = _INTERVALS if node.min_nodes is None else _ELASTIC_INTERVALS
+    handler: RendezvousHandler = rendezvous.NodesRendezvous.from_backend(
+        training,
+        store,
+        backend,
         min_nodes=node.min_nodes or node.num_nodes,
         max_nodes=node.num_nodes,
-        # As which the workers of other nodes reach those of this one.
         local_addr=own_address,
-        is_host=node.has_store,
-        join_timeout=math.ceil(node.rendezvous_timeout),
-        read_timeout=_STORE_READ_SECONDS,
-        **({} if node.min_nodes is None else _ELASTIC_INTERVALS),
+        timeout=RendezvousTimeout(
+            join=timedelta(seconds=math.ceil(node.rendezvous_timeout)),
+            last_call=timedelta(seconds=intervals["last_call"]),
+        ),
+        keep_alive_interval=intervals["keep_alive_interval"],
     )
-    try:
-        handler: Any = get_rendezvous_handler(parameters)
-    except RendezvousConnectionError as error:
-        raise ConfigurationError(
-            f"{node.endpoint} can't be used on {socket.gethostname()}: {error.__cause__}. "
-            f"{_ADDRESS_ADVICE}"
-        ) from error
-    if node.num_nodes > 1:
-        # Without the store the training has ended. Workers may report why.
-        for name, default in (("num_nodes_waiting", 0), ("is_closed", True)):
-            ask = functools.partial(_ask_or_exit, getattr(handler, name), default)
-            setattr(handler, name, ask)
     return handler
 
 
-def _ask_or_exit(ask: Callable[[], T], default: T) -> T:
-    """Calls `ask`, and ends this process and its workers if the store doesn't respond."""
-    # In a C thread: a call that waits for the store blocks the interpreter's main thread.
-    faulthandler.dump_traceback_later(_STORE_EXIT_SECONDS, exit=True)
-    try:
-        return ask()
-    except RendezvousConnectionError:
-        return default
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+def _other_training_error(node: Node, differing: List[str]) -> ConfigurationError:
+    own = [f"'{n}' ({json.dumps(node.values.get(n), default=repr)} here)" for n in differing]
+    return ConfigurationError(
+        f"Node {node.rank} ({socket.gethostname()}) was not let into the training at "
+        f"{node.endpoint}, where these differ: {', '.join(own)}. Start it as the other nodes, or, "
+        "if this is another training, write another 'distributed.primary_port'."
+    )
 
 
 def _wait_for_store(node: Node) -> str:

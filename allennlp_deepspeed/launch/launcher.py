@@ -59,6 +59,9 @@ class LaunchedProcess:
         The port at which the processes can connect. 0 if none is known.
     has_store : `bool`, optional (default = `False`)
         Whether the launcher already has a store there.
+    store_file : `str`, optional (default = `""`)
+        The file of the store in which the processes find each other. Empty if that is at the
+        address.
     """
 
     launcher: str
@@ -69,6 +72,7 @@ class LaunchedProcess:
     address: str
     port: int
     has_store: bool = False
+    store_file: str = ""
 
     def environment(self) -> Dict[str, str]:
         """Returns the environment variables that PyTorch reads."""

@@ -21,7 +21,14 @@ from allennlp_deepspeed.announcements import is_full_log_requested
 from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_batch_size
 from allennlp_deepspeed.config.values import is_integer
 from allennlp_deepspeed.engine import worker_failure
-from allennlp_deepspeed.launch import failures, launcher, nodes, worker
+from allennlp_deepspeed.launch import (
+    failures,
+    launcher,
+    node_comparison,
+    nodes,
+    rendezvous,
+    worker,
+)
 from allennlp_deepspeed.launch.agent import run_workers
 from allennlp_deepspeed.launch.config_check import (
     check,
@@ -97,6 +104,7 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
             if launched is not None and launcher.is_worker(config, launched):
                 return _train_as_worker(train_model, arguments, launched)
             node = nodes.local_node(config, arguments.get("node_rank", 0))
+            node = replace(node, values=node_comparison.values_of_training(config))
             returns_model = arguments.pop("return_model", None)
             run_workers(node, worker.run, dict(os.environ), arguments, settings)
     if not returns_model or arguments.get("dry_run"):
@@ -130,6 +138,8 @@ def _train_as_worker(
     """Trains one rank in a process that a launcher has started."""
     distributed = arguments["params"].as_dict(quiet=True)["distributed"]
     address, port = distributed["primary_address"], distributed["primary_port"]
+    if launched.num_nodes == 1 and not launched.has_store:
+        address = rendezvous.LOOPBACK
     launched = replace(launched, address=address, port=port)
     worker.set_up_process(launched)
     try:

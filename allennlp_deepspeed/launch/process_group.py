@@ -12,21 +12,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as constants
 
-from allennlp_deepspeed.engine import worker_failure
+from allennlp_deepspeed.engine import network_interfaces, worker_failure
 from allennlp_deepspeed.engine.worker_failure import RendezvousError
+from allennlp_deepspeed.launch import rendezvous
+from allennlp_deepspeed.launch.launcher import LaunchedProcess
 
 # Between two looks of rank 0 at who has joined.
 _POLL_SECONDS = 0.02
 
 
-def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.Store:
+def start(
+    launched: LaunchedProcess, cuda_device: int, rendezvous_timeout: float, timeout: float
+) -> dist.Store:
     """
-    Creates the default process group, from `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` of
-    the environment. Every rank must call it. Collectives fail after `timeout`, in groups that are
-    created later too.
+    Creates the default process group. Every rank must call it. Collectives fail after `timeout`, in
+    groups that are created later too. Between the ranks of one node, only loopback is used.
 
     # Parameters
 
+    launched : `LaunchedProcess`, required.
+        This process.
     cuda_device : `int`, required.
         -1 for the CPU.
     rendezvous_timeout : `float`, required.
@@ -37,14 +42,17 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
     # Returns
 
     `dist.Store`
-        The store at this address. It outlives the workers if a launcher restarts them.
+        The store in which the ranks found each other. It outlives the workers if a launcher
+        restarts them.
 
     # Raises
 
     `RendezvousError`
         If this rank can't connect to the others.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = launched.rank, launched.world_size
+    if launched.num_nodes == 1:
+        network_interfaces.select_loopback()
     backend = "gloo" if cuda_device < 0 else "nccl"
     if cuda_device >= 0:
         torch.cuda.set_device(cuda_device)
@@ -53,7 +61,7 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
     how = f"within {rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
     advice = ""
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=rendezvous_timeout)))
+        store = _open_store(launched, timedelta(seconds=rendezvous_timeout))
         store = dist.PrefixStore("allennlp_deepspeed", store)
         number = _agree_on_start_number(store, rank, world_size, rendezvous_timeout)
         store_of_start = dist.PrefixStore(f"start_{number}", store)
@@ -61,12 +69,27 @@ def start(cuda_device: int, rendezvous_timeout: float, timeout: float) -> dist.S
         how, advice = f"by {backend}", _interface_advice(backend)
         group_store = dist.PrefixStore("default_group", store_of_start)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
-    except (dist.DistError, RuntimeError) as error:
+    except (OSError, dist.DistError, RuntimeError) as error:
+        where = launched.store_file or f"{launched.address}:{launched.port}"
         raise RendezvousError(
             f"Rank {rank} on {socket.gethostname()} could not connect to the other ranks {how}, "
-            f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_first_line(error)}. "
+            f"at {where}: {_first_line(error)}. "
             f"{advice}Another rank may have been killed: see the output of the other nodes."
         ) from error
+    return store
+
+
+def _open_store(launched: LaunchedProcess, timeout: timedelta) -> dist.Store:
+    """Returns the store in which the ranks find each other, which rank 0 or the launcher starts."""
+    if launched.store_file:
+        store: dist.Store = dist.FileStore(launched.store_file)
+        store.set_timeout(timeout)
+    elif launched.rank == 0 and not launched.has_store:
+        store = rendezvous.start_store(launched.address, launched.port, timeout)
+    else:
+        store = dist.TCPStore(
+            launched.address, launched.port, timeout=timeout, wait_for_workers=False
+        )
     return store
 
 

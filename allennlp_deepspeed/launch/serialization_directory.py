@@ -45,6 +45,11 @@ def is_created(store: dist.Store, leader: int) -> bool:
     return store.check([f"directory/{leader}"])
 
 
+def mark_created(store: dist.Store, rank: int) -> None:
+    """Records that a rank has created a serialization directory."""
+    store.set(f"directory/{rank}", "")
+
+
 @contextmanager
 def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bool]:
     """
@@ -73,7 +78,7 @@ def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bo
             raise cannot_write(path, error) from error
         lock.acquire()
         if store is not None:
-            store.set(f"directory/{rank}", "")
+            mark_created(store, rank)
 
     with mock.patch.object(training_util, "create_serialization_dir", create_if_needed):
         yield is_ours

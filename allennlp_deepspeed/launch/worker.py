@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ from allennlp_deepspeed.launch import (
     process_group,
     resumption,
 )
-from allennlp_deepspeed.launch.agent import Node
+from allennlp_deepspeed.launch.agent import Node, training_store
 from allennlp_deepspeed.launch.console_lines import announce_start_and_end
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock
 from allennlp_deepspeed.launch.launcher import LaunchedProcess
@@ -111,14 +112,14 @@ def run(
             stack.enter_context(
                 shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
             )
-            store = _store_of_training(node, training) if node.num_nodes > 1 else None
-            if store is not None and node.min_nodes is not None:
+            store = _store_of_training(node, training)
+            if node.min_nodes is not None:
                 # The agent logs why it stops its workers: a node joins, or a node is told to end.
                 stack.enter_context(mock.patch.object(interruption, "announce", _log_only))
                 stack.enter_context(_archive_only_at_end())
-                # Whether the command of a node that joins has the flag doesn't matter.
-                if is_created(store, leader=0):
-                    arguments["recover"] = False
+            # Whether the command of a node that joins or returns has the flag doesn't matter.
+            if node.num_nodes > 1 and is_created(store, leader=0):
+                arguments["recover"] = False
             if settings is not None:
                 disable_progress_bars_of_transformers()
             import_plugins()
@@ -205,16 +206,24 @@ def train(
 def _launched_process(node: Node, node_rank: int) -> LaunchedProcess:
     """Returns the rank and addresses of this process. Elastic doesn't know `--node-rank`."""
     rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
-    return launcher.read_environment({**os.environ, "RANK": str(rank)})
+    launched = launcher.read_environment({**os.environ, "RANK": str(rank)})
+    if node.num_nodes > 1:
+        return launched
+    # A worker may have been killed while it wrote to that of the last start.
+    name = f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    return replace(launched, store_file=os.path.join(node.directory, name))
 
 
 def _store_of_training(node: Node, training: str) -> dist.Store:
     """
     Returns the store of the nodes' rendezvous, which outlives starts, and with an endpoint
-    trainings too.
+    trainings too. That of a single node is in a file of its agent's.
     """
-    store = dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT)
-    return dist.PrefixStore(f"allennlp_deepspeed/{training}", store)
+    if node.num_nodes == 1:
+        return dist.FileStore(os.path.join(node.directory, "training"))
+    return training_store(
+        dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT), training
+    )
 
 
 @contextmanager
@@ -248,6 +257,7 @@ def _join_process_group(
     os.register_at_fork(after_in_child=_exit_with_parent)
     distributed = config["distributed"]
     store = process_group.start(
+        launched,
         distributed["cuda_devices"][launched.local_rank],
         nodes.setting(distributed, "rendezvous_timeout"),
         nodes.setting(distributed, "timeout"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -109,3 +110,11 @@ def test_a_worker_that_has_just_ended_hides_no_reason(tmp_path: Path) -> None:
     assert run.returncode == 1 and not run.processes
     assert "ProcessLookupError" not in run.output
     assert f"{MESSAGE} in step 2" in run.output[run.output.rindex("\nRank ") :]
+
+
+def test_a_worker_that_leaves_without_a_word_is_named(tmp_path: Path) -> None:
+    leave = {"type": "leave", "point": "step 2 of epoch 0", "rank": 1}
+    run = allennlp(*arguments(tmp_path, leave), include_packages=())
+    assert run.returncode == 1 and not run.processes
+    last = run.output[run.output.rindex("\nRank ") :]
+    assert re.match(r"\nRank 1 on \S+ exited with code 0, but had not finished", last)

@@ -34,3 +34,8 @@ def make_hosts(right_to_make_hosts: None, tmp_path: Path) -> Iterator[Callable[[
 @pytest.fixture
 def two_hosts(make_hosts: Callable[[int], Hosts]) -> Hosts:
     return make_hosts(2)
+
+
+@pytest.fixture
+def three_hosts(make_hosts: Callable[[int], Hosts]) -> Hosts:
+    return make_hosts(3)

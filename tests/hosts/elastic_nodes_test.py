@@ -30,8 +30,9 @@ STORE_PORT = 29600
 
 # The command of docs/several_machines.md.
 STORE = (
-    "from torch.distributed import TCPStore as S; import time; "
-    f"s = S('0.0.0.0', {STORE_PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
+    "from torch.distributed import TCPStore as S; import socket, time; "
+    f"s = socket.create_server(('host-2', {STORE_PORT})); t = S('host-2', {STORE_PORT}, "
+    "is_master=True, wait_for_workers=False, master_listen_fd=s.fileno()); time.sleep(1e9)"
 )
 
 

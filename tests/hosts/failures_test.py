@@ -90,6 +90,17 @@ def test_the_host_of_the_store_is_missed(two_hosts: Hosts, tmp_path: Path):
     assert "lost the" in message(second) or "Another rank" in message(second)
 
 
+def test_a_node_whose_link_to_the_store_is_cut_says_so(two_hosts: Hosts, tmp_path: Path):
+    commands = start_training(two_hosts, tmp_path, endless(two_hosts, timeout=600))
+    two_hosts[1].cut_link()
+    # PyTorch's own time limit is one minute.
+    commands[1].join(2 * TIME_LIMIT)
+    commands[0].signal(signal.SIGKILL)
+    _, second = wait_for_all(commands, TIME_LIMIT)
+    assert "Node 1 (host-1) finds no training at" in message(second)
+    assert "most recent call first" not in second.output
+
+
 def test_a_rank_that_is_stuck_ends_all(two_hosts: Hosts, tmp_path: Path):
     stuck = {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": 1}
     commands = start(two_hosts, tmp_path, endless(two_hosts, stuck))

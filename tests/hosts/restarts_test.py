@@ -39,8 +39,10 @@ def test_a_killed_worker_is_replaced_on_all_hosts(
     assert Result(directory).epochs() == expected.epochs()
 
 
+@pytest.mark.parametrize("flags", [[], ["--recover"]], ids=["no flag", "recover"])
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_is_started_again_is_waited_for(
-    experiments: Experiments, two_hosts: Hosts, tmp_path: Path
+    experiments: Experiments, two_hosts: Hosts, tmp_path: Path, lost: int, flags: list
 ) -> None:
     distributed = {**two_hosts.distributed(workers=1), "max_restarts": 1}
     trainer = {**CONFIG["trainer"], "callbacks": [{"type": "tell_steps", "pause": 0.3}]}
@@ -48,9 +50,9 @@ def test_a_node_that_is_started_again_is_waited_for(
     path = write_config(config, tmp_path / "config")
     commands = [two_hosts[node].train(path, tmp_path / "out") for node in range(2)]
     commands[0].wait_until_it_prints("step 1 of epoch 1")
-    commands[1].signal(signal.SIGKILL)
-    commands[0].wait_until_it_prints("Restarts left after this one: 0")
-    commands[1] = two_hosts[1].train(path, tmp_path / "out")
+    commands[lost].signal(signal.SIGKILL)
+    commands[1 - lost].wait_until_it_prints("Restarts left after this one: 0")
+    commands[lost] = two_hosts[lost].train(path, tmp_path / "out", *flags)
     for run in wait_for_all(commands, 120):
         run.check()
     expected = experiments.run({**CONFIG, "distributed": {"cuda_devices": [-1, -1]}})

@@ -1,5 +1,6 @@
 """Hosts that don't find each other, or would train something else, are told before they train."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any, List
@@ -58,15 +59,23 @@ def test_a_port_that_is_in_use_is_named(two_hosts: Hosts, tmp_path: Path):
     server.kill()
 
 
-def test_nodes_with_the_same_rank_are_told(two_hosts: Hosts, tmp_path: Path):
-    config = experiment(two_hosts, rendezvous_timeout=60)
-    commands = start(two_hosts, tmp_path, config, ranks=[0])
-    path = write_config(config, tmp_path / "out_1")
-    # Without --node-rank.
-    commands.append(two_hosts[1].start("train", path, "-s", tmp_path / "out_1"))
+def test_nodes_with_the_same_rank_are_told(three_hosts: Hosts, tmp_path: Path):
+    config = experiment(three_hosts, rendezvous_timeout=60)
+    commands = start(three_hosts, tmp_path, config, ranks=[0, 1])
+    path = write_config(config, tmp_path / "out_2")
+    options = ["-s", tmp_path / "out_2", "--node-rank", 1]
+    commands.append(three_hosts[2].start("train", path, *options))
     for run in wait_for_all(commands, 60):
-        expected = "host-0 with --node-rank 0 and 1 workers, host-1 with --node-rank 0 and 1"
-        assert expected in message(run)
+        assert "are host-0 with --node-rank 0 and 1 workers, host-" in message(run)
+        assert len(re.findall("host-[12] with --node-rank 1 and 1 workers", message(run))) == 2
+
+
+def test_a_node_that_is_not_the_first_is_told(two_hosts: Hosts, tmp_path: Path):
+    path = write_config(experiment(two_hosts), tmp_path / "out")
+    # Without --node-rank.
+    [run] = wait_for_all([two_hosts[1].start("train", path, "-s", tmp_path / "out")], 60)
+    assert f"10.77.0.1:{PORT} can't be used on host-1: [Errno 99]" in message(run)
+    assert "Other nodes need their own --node-rank." in message(run)
 
 
 def test_ctrl_c_ends_a_node_that_waits(two_hosts: Hosts, tmp_path: Path):
@@ -110,9 +119,11 @@ def test_what_differs_between_nodes_is_named(two_hosts: Hosts, tmp_path: Path):
         config = experiment(two_hosts)
         config["trainer"]["optimizer"]["lr"] = lr
         commands += start(two_hosts, tmp_path, config, ranks=[rank])
-    for run in wait_for_all(commands, 60):
-        expected = "'trainer.optimizer.lr' is 0.1 on rank 0 (host-0), 0.2 on rank 1 (host-1)"
-        assert expected in message(run)
+    texts = [message(run) for run in wait_for_all(commands, 60)]
+    # The second to arrive isn't let in, and the first misses it.
+    refused = [text for text in texts if "was not let into the training" in text]
+    assert len(refused) == 1 and "'trainer.optimizer.lr' (0." in refused[0]
+    assert sum("Only some of 2 nodes have joined" in text for text in texts) == 1
 
 
 def test_other_data_on_a_node_are_named(two_hosts: Hosts, tmp_path: Path):

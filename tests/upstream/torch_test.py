@@ -13,6 +13,7 @@ from allennlp.common.testing import requires_gpu
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _BackendRendezvousStateHolder
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from tests.upstream.unpatched import worked_around_by
@@ -70,6 +71,11 @@ def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bo
 @worked_around_by("launch.agent._limit_shutdown_time")
 def test_workers_of_elastic_get_30_seconds_when_one_has_failed() -> bool:
     return "self._pc.join(-1)" in inspect.getsource(MultiprocessContext._poll)
+
+
+@worked_around_by("launch.rendezvous.JsonBackend")
+def test_nodes_unpickle_what_is_in_the_store() -> bool:
+    return "pickle.loads(" in inspect.getsource(_BackendRendezvousStateHolder.sync)
 
 
 @worked_around_by("launch.agent._Agent._rendezvous")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.engine import worker_failure
-from allennlp_deepspeed.launch import failures, process_group
+from allennlp_deepspeed.launch import failures, launcher, process_group
 
 TIMEOUT = 2
 
@@ -25,6 +25,8 @@ def end(*args: Any, **kwargs: Any) -> None:
 def join(rank: int, port: int, is_killed: bool, results: Any) -> None:
     os.environ.update(
         RANK=str(rank),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -35,7 +37,7 @@ def join(rank: int, port: int, is_killed: bool, results: Any) -> None:
     worker_failure.start_reporting(failures.config_error_message, lambda error: [])
     try:
         with mock.patch.object(dist, "init_process_group", end if is_killed else join_group):
-            process_group.start(-1, 20, TIMEOUT)
+            process_group.start(launcher.read_environment(os.environ), -1, 20, TIMEOUT)
         ranks = [None, None]
         dist.all_gather_object(ranks, rank)
         # DeepSpeed's groups have the time limit, too.
