@@ -60,7 +60,6 @@ def test_allennlps_trainer_has_workers_where_the_package_is_included(tmp_path: P
         (ONE_PROCESS, False, "spawn"),
         (TWO_WORKERS, False, "spawn"),
         (TWO_WORKERS, True, "spawn"),
-        # Of the server that has forked the workers themselves.
         (TWO_WORKERS, True, "forkserver"),
     ],
 )
