@@ -25,6 +25,7 @@ from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
+from typing_extensions import override
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.settings import registered_name
@@ -280,11 +281,13 @@ class _CountedFile(io.TextIOWrapper):
 
     num_lines = 0
 
-    # A subclass's `readline` is also called for each line of a loop.
+    # Is also called for each line of a loop, since this is a subclass.
+    @override
     def readline(self, *args: Any) -> str:  # type: ignore[override]
         self.num_lines += 1
         return super().readline(*args)
 
+    @override
     def __str__(self) -> str:
         name = getattr(self.buffer, "name", "")
         return f"{name}, line {self.num_lines}" if self.num_lines else str(name)

@@ -7,7 +7,7 @@ from typing import Callable, Iterator, Optional
 import torch
 import torch.distributed as dist
 from allennlp.training.moving_average import MovingAverage
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
@@ -44,7 +44,7 @@ class EvaluationWeights(MovingAverage):
         """Restores this rank's shards."""
         raise NotImplementedError
 
-    @overrides
+    @override
     def assign_average_value(self) -> None:
         """Replaces the weights. Every rank must call it."""
         self.before_assigning()
@@ -61,7 +61,7 @@ class EvaluationWeights(MovingAverage):
         finally:
             self.restore()
 
-    @overrides
+    @override
     def restore(self) -> None:
         """
         Restores the weights. Every rank must call it. On a rank that is failing it does nothing,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.moving_average import ExponentialMovingAverage, MovingAverage
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
@@ -135,19 +135,19 @@ class ShardedMovingAverage(EvaluationWeights):
         average._shadows = self._by_parameter(self._shadows)
         average._backups = self._by_parameter(self._backups)
 
-    @overrides
+    @override
     def apply(self, num_updates: Optional[int] = None) -> None:
         self._moving_average.apply(num_updates)
 
-    @overrides
+    @override
     def _assign(self) -> None:
         self._moving_average.assign_average_value()
 
-    @overrides
+    @override
     def _restore(self) -> None:
         self._moving_average.restore()
 
-    @overrides
+    @override
     def state_dict(self) -> Dict[str, Any]:
         """Returns this rank's shard of the averages, and the further state of a subclass."""
         self._collect_shadows()
@@ -155,7 +155,7 @@ class ShardedMovingAverage(EvaluationWeights):
         further = {key: value for key, value in state_dict.items() if key not in _TENSORS}
         return {**further, "shadows": self._shadows}
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         for name, shadow in state_dict["shadows"].items():
             self._shadows[name].copy_(shadow)

@@ -3,7 +3,7 @@
 from typing import Any, Callable, Dict, Optional
 
 import torch
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
@@ -57,27 +57,27 @@ class OptimizerModes(EvaluationWeights):
         """Restores the optimizer's own `train` and `eval`."""
         del self._optimizer.train, self._optimizer.eval
 
-    @overrides
+    @override
     def apply(self, num_updates: Optional[int] = None) -> None:
         """Does nothing: the optimizer's step has updated both."""
 
-    @overrides
+    @override
     def assign_average_value(self) -> None:
         if not self._is_assigned:
             super().assign_average_value()
 
-    @overrides
+    @override
     def restore(self) -> None:
         if self._is_assigned:
             super().restore()
 
-    @overrides
+    @override
     def _assign(self) -> None:
         self._backups = self._copies()
         self._switch(self._evaluate)
         self._is_assigned = True
 
-    @overrides
+    @override
     def _restore(self) -> None:
         self._switch(self._train)
         for name, shard in self._parameters:
@@ -92,7 +92,7 @@ class OptimizerModes(EvaluationWeights):
         with self._shards.in_param_groups():
             switch()
 
-    @overrides
+    @override
     def state_dict(self) -> Dict[str, Any]:
         """Returns this rank's shard of the weights for evaluation."""
         is_assigned = self._is_assigned
@@ -103,6 +103,6 @@ class OptimizerModes(EvaluationWeights):
             self._restore()
         return {"shadows": weights}
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Does nothing: the optimizer's states and the weights have been loaded."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, List, Optional
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 
@@ -114,6 +115,7 @@ class Failure:
             return self.message
         return f"Rank {self.rank} on {self.host} failed: {self.message.splitlines()[0]}"
 
+    @override
     def __str__(self) -> str:
         if self.is_agreed:
             return self.message
@@ -122,7 +124,7 @@ class Failure:
             return self.explanation + where
         if self.is_of_all_ranks:
             return self.traceback + where
-        return f"Rank {self.rank} on {self.host} failed:\n\n{self.traceback.rstrip()}{where}"
+        return f"Rank {self.rank} on {self.host} failed:\n{self.traceback.rstrip()}{where}"
 
 
 _explanation: Optional[Callable[[BaseException], Optional[str]]] = None

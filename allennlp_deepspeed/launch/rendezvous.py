@@ -15,7 +15,6 @@ from threading import Thread
 from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
 
 import torch.distributed as dist
-from overrides import overrides
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -29,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
     _RendezvousState,
 )
+from typing_extensions import override
 
 T = TypeVar("T")
 
@@ -44,32 +44,32 @@ _TRAINING_KEY = "allennlp_deepspeed/training"
 class LocalRendezvous(RendezvousHandler):
     """Rendezvous of a single node, which needs no socket: the agent's store is in its memory."""
 
-    @overrides
+    @override
     def get_backend(self) -> str:
         return "local"
 
-    @overrides
+    @override
     def next_rendezvous(self) -> RendezvousInfo:
         # Workers have a store in a file: no port is open.
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
 
-    @overrides
+    @override
     def is_closed(self) -> bool:
         return False
 
-    @overrides
+    @override
     def set_closed(self) -> None:
         pass
 
-    @overrides
+    @override
     def num_nodes_waiting(self) -> int:
         return 0
 
-    @overrides
+    @override
     def get_run_id(self) -> str:
         return "local"
 
-    @overrides
+    @override
     def shutdown(self) -> bool:
         return True
 
@@ -88,21 +88,21 @@ class NodesRendezvous(DynamicRendezvousHandler):
         """Returns the store of all starts."""
         return self._store
 
-    @overrides
+    @override
     def next_rendezvous(self) -> RendezvousInfo:
         seconds = self.settings.timeout.join.total_seconds()
         return _wait_for(super().next_rendezvous, seconds + _SECONDS_TO_ANSWER)
 
-    @overrides
+    @override
     def num_nodes_waiting(self) -> int:
         return self.ask(super().num_nodes_waiting, 0)
 
-    @overrides
+    @override
     def is_closed(self) -> bool:
         # Without the store the training has ended. Workers may report why.
         return self.ask(super().is_closed, True)
 
-    @overrides
+    @override
     def shutdown(self) -> bool:
         return self.ask(super().shutdown, False)
 
@@ -129,6 +129,7 @@ class NodesRendezvous(DynamicRendezvousHandler):
             self.is_lost = True
             return default
 
+    @override
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
         return start_store(master_addr, master_port)
 
@@ -162,7 +163,7 @@ class JsonBackend(C10dRendezvousBackend):
     `_BackendRendezvousStateHolder.sync` doesn't call `pickle.loads`.
     """
 
-    @overrides
+    @override
     def set_state(
         self, state: bytes, token: Optional[Any] = None
     ) -> Optional[Tuple[bytes, Any, bool]]:
@@ -173,7 +174,7 @@ class JsonBackend(C10dRendezvousBackend):
         found = self._decode_state(stored)
         return None if found is None else (*found, stored == written.encode())
 
-    @overrides
+    @override
     def _decode_state(self, base64_state: bytes) -> Optional[Tuple[bytes, Any]]:
         if base64_state == self._NULL_SENTINEL.encode():
             return None

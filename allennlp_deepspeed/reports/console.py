@@ -21,7 +21,6 @@ from unittest import mock
 import allennlp.common.tqdm
 from allennlp.common import logging as common_logging
 from huggingface_hub import constants
-from overrides import overrides
 from rich.console import Console as RichConsole
 from rich.console import ConsoleRenderable
 from rich.control import Control
@@ -29,6 +28,7 @@ from rich.logging import RichHandler
 from rich.segment import ControlType
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
+from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announcement
 
@@ -147,7 +147,7 @@ class ConsoleHandler(RichHandler):
         self._process = os.getpid()
         self._warnings: Set[str] = set()
 
-    @overrides
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() != self._process:
             # Forked, perhaps while another thread owned the console's lock.
@@ -160,7 +160,7 @@ class ConsoleHandler(RichHandler):
         except Exception:
             self.handleError(record)
 
-    @overrides
+    @override
     def render(self, *, record: logging.LogRecord, **kwargs: Any) -> ConsoleRenderable:
         shown = announcement(record)
         if shown is None:
@@ -220,15 +220,22 @@ def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
         yield
 
 
-def disable_progress_bars_of_transformers() -> None:
+def disable_progress_bars_of_transformers() -> bool:
     """
-    Disables transformers' progress bars, unless the user has asked for them: each worker would draw
-    its own.
+    Disables transformers' progress bars, unless the user has asked for them. Each worker would draw
+    its own, and a file would have a line for each state of a bar.
+
+    # Returns
+
+    `bool`
+        Whether they were enabled.
     """
     # `False` only if the user has set it.
     is_asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
-    if transformers_logging.is_progress_bar_enabled() and not is_asked_for:
-        transformers_logging.disable_progress_bar()
+    if is_asked_for or not transformers_logging.is_progress_bar_enabled():
+        return False
+    transformers_logging.disable_progress_bar()
+    return True
 
 
 @contextmanager
@@ -286,6 +293,8 @@ def _route_records(settings: ConsoleSettings) -> Iterator[None]:
         for library in map(logging.getLogger, _LIBRARIES):
             stack.enter_context(patch(library, "handlers", []))
             stack.enter_context(patch(library, "propagate", True))
+        if not settings.is_terminal and disable_progress_bars_of_transformers():
+            stack.callback(transformers_logging.enable_progress_bar)
         if getattr(warnings.showwarning, "__module__", "") != "logging":
             logging.captureWarnings(True)
             stack.callback(logging.captureWarnings, False)

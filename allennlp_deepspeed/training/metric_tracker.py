@@ -3,7 +3,7 @@ from typing import Any, Dict, Iterable, List, Optional, Union
 
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metric_tracker import MetricTracker
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.config.keys import nearest
 from allennlp_deepspeed.engine import collectives
@@ -34,7 +34,7 @@ class AgreedMetricTracker(MetricTracker):
         """Returns the names of the tracked metrics."""
         return [name for _, name in self.tracked_metrics]
 
-    @overrides
+    @override
     def combined_score(self, metrics: Dict[str, float]) -> float:
         """
         Returns the score of rank 0. Every rank must call it.
@@ -66,11 +66,11 @@ class AgreedMetricTracker(MetricTracker):
             f"{', '.join(known)}."
         )
 
-    @overrides
+    @override
     def state_dict(self) -> Dict[str, Any]:
         return {**super().state_dict(), "tracked_metrics": list(map(list, self.tracked_metrics))}
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """
         Loads the state of a tracker. If that had other metrics, later epochs are compared with the
