@@ -72,7 +72,7 @@ setup(
         "psutil",
         "pydantic>=2",
         "rich",
-        "overrides>=7",
+        "typing_extensions",
         # What AllenNLP imports. These two have dropped what it needs, which
         # allennlp_deepspeed_import_hook gives it.
         "transformers>=5,<6",
@@ -88,6 +88,8 @@ setup(
         "more-itertools",
         "nltk",
         "numpy",
+        # AllenNLP itself doesn't import it, but projects that were written for it do.
+        "overrides",
         "requests",
         "scikit-learn",
         "scipy",

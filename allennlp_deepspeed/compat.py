@@ -218,9 +218,9 @@ def share_locks_of_spawned_loader_workers() -> None:
     """
     Gives the worker processes of data loaders a lock of their own start method.
 
-    Works around AllenNLP 2.10.1: with `"start_method": "spawn"` its data loader gives them a lock
-    of the default one, which Python 3.11.5 and later refuses to pass. Gone when such a loader reads
-    instances.
+    Works around AllenNLP 2.10.1: its data loader gives its workers a lock of the default start
+    method, which can't be passed to spawned ones (`"start_method": "spawn"`) since Python 3.11.5.
+    Gone when such a loader reads instances.
     """
     for name in ("_start_instance_workers", "_start_batch_workers"):
         _start_with_own_lock(name)

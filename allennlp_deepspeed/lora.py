@@ -15,7 +15,7 @@ import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
-from overrides import overrides
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,7 +84,7 @@ class LoraEmbedder(TokenEmbedder):
     """
 
     @classmethod
-    @overrides
+    @override
     def from_params(  # type: ignore[override]
         cls,
         params: Params,

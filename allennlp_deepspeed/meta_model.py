@@ -16,6 +16,7 @@ from allennlp.data import Vocabulary
 from allennlp.models.model import Model, remove_weights_related_keys_from_params
 from allennlp.modules.transformer import TransformerModule
 from allennlp.training.util import make_vocab_from_params
+from typing_extensions import override
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +114,12 @@ def _on_meta_device() -> Iterator[None]:
         None`.
         """
 
+        @override
         def __call__(cls, *args: Any) -> torch.Tensor:
             is_size = all(isinstance(arg, int) for arg in args)
             return torch.empty(*args) if is_size else float_tensor(*args)
 
+        @override
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, float_tensor)
 

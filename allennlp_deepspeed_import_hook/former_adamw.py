@@ -6,6 +6,7 @@ import math
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 import torch
+from typing_extensions import override
 
 
 class AdamW(torch.optim.Optimizer):
@@ -60,6 +61,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
+    @override
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:  # type: ignore[override]
         loss = None
         if closure is not None:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from allennlp.common import Params, Registrable
 from allennlp.common.checks import ConfigurationError
-from overrides import overrides
 from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import override
 
 from allennlp_deepspeed.attention.layouts import LAYOUTS, MAX_BLOCK, Layout
 
@@ -125,7 +125,7 @@ class BlockSparseAttention(SparseAttention):
             raise ConfigurationError("\n".join(_explanations(errors, section))) from None
         return cls(layout)
 
-    @overrides
+    @override
     def attend(
         self,
         query: torch.Tensor,

@@ -11,7 +11,7 @@ import torch
 import transformers
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules.token_embedders import PretrainedTransformerEmbedder, TokenEmbedder
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.attention.block_sparse_attention import (
     BlockSparseAttention,
@@ -67,7 +67,7 @@ class BlockSparsePretrainedTransformerEmbedder(PretrainedTransformerEmbedder):
         self.transformer_model.set_attn_implementation(_NAME)
         _number_layers(self.transformer_model)
 
-    @overrides(check_signature=False)
+    @override
     def train(self, mode: bool = True) -> "BlockSparsePretrainedTransformerEmbedder":
         return super().train(mode)
 

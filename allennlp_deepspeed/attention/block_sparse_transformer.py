@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 from allennlp.modules.seq2seq_encoders import PytorchTransformer, Seq2SeqEncoder
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.attention.block_sparse_attention import SparseAttention
 
@@ -80,8 +80,8 @@ class _SelfAttention(torch.nn.MultiheadAttention):
         self._attention = attention
         self._layer = layer
 
-    @overrides(check_signature=False)
-    def forward(
+    @override
+    def forward(  # type: ignore[override]
         self,
         query: torch.Tensor,
         key: torch.Tensor,

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Iterator, Literal, Optional, Tuple
 import numpy
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from typing_extensions import override
 
 Positive = Annotated[StrictInt, Field(ge=1)]
 NonNegative = Annotated[StrictInt, Field(ge=0)]
@@ -119,12 +120,14 @@ class SlidingWindowLayout(Layout):
     window: NonNegative
     num_global_tokens: NonNegative = 0
 
+    @override
     def tokens(self, queries: torch.Tensor, keys: torch.Tensor) -> Optional[torch.Tensor]:
         is_near = (queries - keys).abs() <= self.window
         is_global = (queries < self.num_global_tokens) | (keys < self.num_global_tokens)
         allowed = is_near | is_global
         return allowed & (keys <= queries) if self.is_unidirectional else allowed
 
+    @override
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         # A window that begins within a block extends into one more block.
         layout = _blocks_within_distance(num_blocks, -(-self.window // self.block))
@@ -137,6 +140,7 @@ class DenseLayout(Layout):
 
     mode: Literal["dense"]
 
+    @override
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         return torch.ones(num_blocks, num_blocks, dtype=torch.bool)
 
@@ -187,6 +191,7 @@ class FixedLayout(Layout):
             )
         return self
 
+    @override
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         window = torch.arange(num_blocks) // self.num_local_blocks
         layout = window[:, None] == window
@@ -229,9 +234,11 @@ class BigBirdLayout(Layout):
     num_global_blocks: NonNegative = 1
 
     @property
+    @override
     def length_limit(self) -> Optional[int]:
         return self.max_length if self.num_random_blocks > 0 else None
 
+    @override
     def _random_blocks(self, num_blocks: int, num_layouts: int, layer: int) -> torch.Tensor:
         if self.num_random_blocks == 0:
             return super()._random_blocks(num_blocks, num_layouts, layer)
@@ -250,6 +257,7 @@ class BigBirdLayout(Layout):
         layout[:, : columns.size(1)].scatter_(-1, columns, True)
         return layout[:, :num_blocks, :num_blocks]
 
+    @override
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         layout = _blocks_within_distance(num_blocks, self.num_sliding_window_blocks // 2)
         _make_global(layout, 0, self.num_global_blocks, horizontal=True)
@@ -294,6 +302,7 @@ class BSLongformerLayout(Layout):
         ends = self.global_block_end_indices
         return zip(starts, [start + 1 for start in starts] if ends is None else ends)
 
+    @override
     def _blocks_of_head(self, head: int, num_blocks: int) -> torch.Tensor:
         layout = _blocks_within_distance(num_blocks, self.num_sliding_window_blocks // 2)
         for start, end in self._global_ranges():

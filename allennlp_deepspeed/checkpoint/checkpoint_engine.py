@@ -5,7 +5,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
 )
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import serialization
@@ -48,15 +48,15 @@ class FileCheckpointEngine(CheckpointEngine):
         self._staged: List[Tuple[Any, str]] = []
         self._paths: List[str] = []
 
-    @overrides
+    @override
     def create(self, info: CheckpointCommitInfo) -> None:
         pass
 
-    @overrides
+    @override
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         files.make_directory(path)
 
-    @overrides
+    @override
     def save(self, state_dict: Any, path: str) -> None:
         self._paths.append(path)
         if self.excluded and "module" in state_dict:
@@ -80,11 +80,11 @@ class FileCheckpointEngine(CheckpointEngine):
         paths, self._paths = self._paths, []
         return paths
 
-    @overrides
+    @override
     def load(self, path: str, map_location: Any = None) -> Any:
         return serialization.load(path, map_location)
 
-    @overrides
+    @override
     def commit(self, info: CheckpointCommitInfo) -> bool:
         return True
 

@@ -13,7 +13,7 @@ from allennlp.common import Registrable
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.trainer import TrainerCheckpoint
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed import versions
 from allennlp_deepspeed.announcements import announce
@@ -149,7 +149,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         that it took, and the completed epochs and optimizer steps of the run.
         """
 
-    @overrides
+    @override
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOT_CALLED or (name in _FIXED and vars(self).get(name, value) != value):
             raise AttributeError(
@@ -159,7 +159,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         super().__setattr__(name, value)
 
     @classmethod
-    @overrides
+    @override
     def list_available(cls) -> List[str]:
         """
         Lists the registered names, including those of subclasses that are registered as a
@@ -170,14 +170,14 @@ class DeepSpeedCheckpointer(Checkpointer):
         return list(dict.fromkeys([*super().list_available(), *others]))
 
     @classmethod
-    @overrides
+    @override
     def resolve_class_name(cls, name: str) -> Any:
         if name in Registrable._registry[cls] or name not in cls.list_available():
             return super().resolve_class_name(name)
         return Checkpointer.resolve_class_name(name)
 
     @phases.mark_phase(phases.SAVING)
-    @overrides
+    @override
     def maybe_save_checkpoint(  # type: ignore[override]
         self,
         trainer: TrainerProtocol,
@@ -261,7 +261,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             return False
         return time.time() - self._last_save_time >= self._save_every_num_seconds
 
-    @overrides
+    @override
     def save_checkpoint(self, trainer: TrainerProtocol) -> None:  # type: ignore[override]
         """
         Saves a checkpoint. It is committed, and older ones are pruned, in a background thread while
@@ -432,7 +432,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             except Exception:
                 logger.exception("The last checkpoint was not committed.")
 
-    @overrides
+    @override
     def load_checkpoint(
         self, trainer: Optional[TrainerProtocol] = None
     ) -> Optional[TrainerCheckpoint]:
@@ -535,7 +535,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._last_save_num_epochs_completed = point.epochs
         self._last_save_num_batches_in_epoch_completed = point.steps
 
-    @overrides
+    @override
     def find_latest_checkpoint(self) -> Optional[Tuple[str, str]]:
         """
         Returns the directory of the newest checkpoint that this rank sees, and this rank's training

@@ -4,6 +4,7 @@ from typing import Any, Iterable, Iterator, List, Mapping, NoReturn, Protocol
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.trainer import TrainerCheckpoint
+from typing_extensions import override
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.directories import Directories
@@ -35,15 +36,19 @@ class ModelStateOfEngine(Mapping):
             "within `with trainer.modified_weights():` on every rank."
         )
 
+    @override
     def __getitem__(self, name: str) -> NoReturn:
         self._refuse()
 
+    @override
     def __iter__(self) -> Iterator[str]:
         self._refuse()
 
+    @override
     def __len__(self) -> int:
         self._refuse()
 
+    @override
     def __reduce__(self) -> NoReturn:
         # Pickling would save it.
         self._refuse()

@@ -5,6 +5,7 @@ from typing import Any, Dict, List
 
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from typing_extensions import override
 
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -63,6 +64,7 @@ class _FilledValues(logging.Handler):
         super().__init__(logging.INFO)
         self.lines: List[str] = []
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         if _NUM_STEPS not in line:  # its value is a stand-in

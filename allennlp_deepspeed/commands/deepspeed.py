@@ -5,7 +5,7 @@ from typing import Any, Callable
 
 from allennlp.commands.subcommand import Subcommand
 from allennlp.common.checks import ConfigurationError
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.commands.check import Check
 from allennlp_deepspeed.commands.env import Env
@@ -27,7 +27,7 @@ class DeepSpeed(Subcommand):
     AllenNLP imports these packages after it has parsed the arguments.
     """
 
-    @overrides
+    @override
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
             "Check a config, estimate memory, and export, gather or report what the 'deepspeed' "

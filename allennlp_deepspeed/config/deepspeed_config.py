@@ -3,7 +3,7 @@ from typing import Any, Callable, ClassVar, Dict, Optional, Union
 
 from allennlp.common import Params, Registrable
 from allennlp.common.checks import ConfigurationError
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.config import resolution as config_resolution
 from allennlp_deepspeed.config.config_errors import ConfigErrors
@@ -98,7 +98,7 @@ class DeepSpeedConfig(Registrable):
         return DeepSpeedConfig.by_name(name)(config)
 
     @classmethod
-    @overrides
+    @override
     def from_params(
         cls,
         params: Params,

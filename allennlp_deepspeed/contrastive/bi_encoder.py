@@ -8,7 +8,7 @@ from allennlp.models import Model
 from allennlp.modules import Seq2VecEncoder, TextFieldEmbedder
 from allennlp.nn import InitializerApplicator, RegularizerApplicator
 from allennlp.nn.util import get_text_field_mask
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
@@ -115,8 +115,8 @@ class BiEncoder(ContrastiveModel):
         self._retrieval = RetrievalMetric(recall_at)
         initializer(self)
 
-    @overrides(check_signature=False)
-    def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:
+    @override
+    def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         """
         Computes the loss if both a query and a document are given, and else, for prediction, the
         representations of the given side.
@@ -130,8 +130,8 @@ class BiEncoder(ContrastiveModel):
             return super().forward(**inputs)
         return self.encode(**self.encoder_inputs(inputs))
 
-    @overrides(check_signature=False)
-    def encode(
+    @override
+    def encode(  # type: ignore[override]
         self,
         query: Optional[TextFieldTensors] = None,
         document: Optional[TextFieldTensors] = None,
@@ -167,8 +167,8 @@ class BiEncoder(ContrastiveModel):
             representations["negatives"] = encoded.view(num_lists, num_texts, -1)
         return representations
 
-    @overrides(check_signature=False)
-    def contrastive_loss(
+    @override
+    def contrastive_loss(  # type: ignore[override]
         self,
         representations: Dict[str, torch.Tensor],
         query_id: Optional[torch.Tensor] = None,
@@ -231,7 +231,7 @@ class BiEncoder(ContrastiveModel):
             self._retrieval(queries, documents, pairs.query_ids, pairs.document_ids)
         return {"loss": loss}
 
-    @overrides
+    @override
     def get_metrics(self, reset: bool = False) -> Dict[str, float]:
         """Returns the metrics of the epoch so far. With `reset`, every rank must call it."""
         return {
@@ -352,6 +352,7 @@ class TextEncoder(torch.nn.Module):
     def get_output_dim(self) -> int:
         return self._output_dim
 
+    @override
     def forward(self, texts: TextFieldTensors) -> torch.Tensor:
         """
         # Parameters

@@ -7,7 +7,7 @@ from allennlp.data import Vocabulary
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from allennlp.nn import RegularizerApplicator
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.contrastive.gathering import gather_examples, sum_over_ranks
 from allennlp_deepspeed.engine.collectives import world_size
@@ -113,8 +113,8 @@ class ContrastiveModel(Model):
         """
         raise NotImplementedError
 
-    @overrides(check_signature=False)
-    def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:
+    @override
+    def forward(self, **inputs: Any) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         """
         Encodes the inputs and computes the loss over all ranks. In training with several workers
         and global negatives, every rank must call it.

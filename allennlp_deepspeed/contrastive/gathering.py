@@ -5,6 +5,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.collectives import all_gather_integers, world_size
 
@@ -143,6 +144,7 @@ class _OwnRows(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         is_divided: bool,
@@ -155,6 +157,7 @@ class _OwnRows(torch.autograd.Function):
         return tuple(rows for rows, _ in gathered)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if ctx.is_divided:
             own = _sum_own_rows(gradients, ctx.num_rows)
@@ -171,12 +174,14 @@ class _OwnRows(torch.autograd.Function):
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
         total = part.detach().clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * world_size()
 

@@ -3,7 +3,7 @@ from typing import Dict, Optional
 import torch
 import torch.distributed as dist
 from allennlp.training.metrics import Metric
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.collectives import world_size
 
@@ -19,12 +19,12 @@ class InBatchAccuracy(Metric):
         # Numbers of correct anchors and of all anchors.
         self._counts: Optional[torch.Tensor] = None
 
-    @overrides(check_signature=False)
-    def __call__(self, num_correct: torch.Tensor, num_anchors: int) -> None:
+    @override
+    def __call__(self, num_correct: torch.Tensor, num_anchors: int) -> None:  # type: ignore[override]
         counts = torch.stack([num_correct, torch.full_like(num_correct, num_anchors)])
         self._counts = counts if self._counts is None else self._counts + counts
 
-    @overrides(check_signature=False)
+    @override
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
         """
         Returns the accuracy since the last reset, synchronizing with the device.
@@ -45,6 +45,6 @@ class InBatchAccuracy(Metric):
         num_correct, num_anchors = counts.tolist()
         return {"in_batch_accuracy": num_correct / num_anchors}
 
-    @overrides
+    @override
     def reset(self) -> None:
         self._counts = None

@@ -4,6 +4,7 @@ from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 Relation = Callable[[int, int], Tuple[torch.Tensor, torch.Tensor]]
 """
@@ -72,6 +73,7 @@ def info_nce(
 
 class _InfoNCE(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         anchors: torch.Tensor,
@@ -116,5 +118,6 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, by_loss: torch.Tensor, _: Any) -> Any:
         return (*(by_loss * gradient for gradient in ctx.saved_tensors), None, None)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import is_distributed
 from allennlp.training.metrics import Metric
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.engine import collectives
 
@@ -65,8 +65,8 @@ class RetrievalMetric(Metric):
         self._device: Optional[torch.device] = None
         self._seen: List[Rows] = []
 
-    @overrides(check_signature=False)
-    def __call__(
+    @override
+    def __call__(  # type: ignore[override]
         self,
         queries: torch.Tensor,
         documents: torch.Tensor,
@@ -118,7 +118,7 @@ class RetrievalMetric(Metric):
         """Returns the names of the metrics that `get_metric` returns."""
         return [*(f"recall@{k}" for k in self._recall_at), f"mrr@{CUTOFF}", f"ndcg@{CUTOFF}"]
 
-    @overrides
+    @override
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
         """
         Computes the metrics with `reset`. All ranks must call it then if `torch.distributed` is
@@ -144,7 +144,7 @@ class RetrievalMetric(Metric):
             dist.all_reduce(sums)
         return dict(zip(self.names, (sums / num_queries).tolist()))
 
-    @overrides
+    @override
     def reset(self) -> None:
         self._seen = []
 

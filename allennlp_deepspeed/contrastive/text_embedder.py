@@ -7,7 +7,7 @@ from allennlp.common.util import JsonDict
 from allennlp.data import DatasetReader
 from allennlp.models import Model
 from allennlp.predictors import Predictor
-from overrides import overrides
+from typing_extensions import override
 
 SIDES = ("query", "document")
 
@@ -71,11 +71,11 @@ class TextEmbedderPredictor(Predictor):
         outputs = self._model.forward_on_instances(instances)
         return torch.stack([torch.from_numpy(output[side]) for output in outputs])
 
-    @overrides
+    @override
     def predict_json(self, inputs: JsonDict) -> JsonDict:
         return self.predict_batch_json([inputs])[0]
 
-    @overrides
+    @override
     def predict_batch_json(self, inputs: List[JsonDict]) -> List[JsonDict]:
         outputs = []
         # All instances of a batch have the same fields.

@@ -9,7 +9,7 @@ from allennlp.data.dataset_readers.dataset_reader import PathOrStr
 from allennlp.data.fields import LabelField, ListField, TensorField, TextField
 from allennlp.data.token_indexers import SingleIdTokenIndexer
 from allennlp.data.tokenizers import SpacyTokenizer
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.text_files import Line, read_lines
 
@@ -102,7 +102,7 @@ class TextPairsReader(DatasetReader):
         self._max_query_tokens = max_query_tokens
         self._max_document_tokens = max_document_tokens
 
-    @overrides
+    @override
     def _read(self, file_path: PathOrStr) -> Iterator[Instance]:
         suffix = Path(file_path).suffix
         if suffix not in _PARSERS:
@@ -114,7 +114,7 @@ class TextPairsReader(DatasetReader):
         for line in self.shard_iterable(read_lines(file_path)):
             yield self.text_to_instance(**parse(line))
 
-    @overrides(check_signature=False)
+    @override
     def text_to_instance(
         self,
         query: str = None,
@@ -175,7 +175,7 @@ class TextPairsReader(DatasetReader):
         tokens: List[Token] = self._document_tokenizer.tokenize(text)
         return TextField(tokens[: self._max_document_tokens])
 
-    @overrides
+    @override
     def apply_token_indexers(self, instance: Instance) -> None:
         fields: Dict[str, Any] = instance.fields  # type: ignore[assignment]
         if "query" in fields:

@@ -18,8 +18,8 @@ from allennlp.modules.encoder_base import _EncoderBase
 from allennlp.nn.checkpoint import CheckpointWrapper
 from allennlp.training.metrics import Metric
 from deepspeed import checkpointing
-from overrides import overrides
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from typing_extensions import override
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import check_values
@@ -52,7 +52,7 @@ class DeepSpeedCheckpointWrapper(CheckpointWrapper):
     computes as if it were not wrapped.
     """
 
-    @overrides
+    @override
     def wrap_module(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """
         Makes the backward pass recompute the forward pass of `module`. The module may take any
@@ -360,10 +360,12 @@ class _Alias(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return tensor.detach()
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return gradient
 

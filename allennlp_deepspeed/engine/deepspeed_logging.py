@@ -14,7 +14,7 @@ import deepspeed.runtime.utils
 import deepspeed.utils.logging
 import torch
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
@@ -74,7 +74,7 @@ class CommsSummaryCallback(TrainerCallback):
     Not registered: a `DeepSpeedTrainer` whose `deepspeed_config` enables `comms_logger` has one.
     """
 
-    @overrides
+    @override
     def on_epoch(
         self, trainer: Any, metrics: Dict[str, Any], epoch: int, *args: Any, **kwargs: Any
     ) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.moving_average import ExponentialMovingAverage, MovingAverage
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
@@ -146,11 +146,11 @@ class ShardedMovingAverage(MovingAverage):
         average._shadows = self._by_parameter(self._shadows)
         average._backups = self._by_parameter(self._backups)
 
-    @overrides
+    @override
     def apply(self, num_updates: Optional[int] = None) -> None:
         self._moving_average.apply(num_updates)
 
-    @overrides
+    @override
     def assign_average_value(self) -> None:
         """Replaces the weights by the averages. Every rank must call it."""
         self.before_assigning()
@@ -167,7 +167,7 @@ class ShardedMovingAverage(MovingAverage):
         finally:
             self.restore()
 
-    @overrides
+    @override
     def restore(self) -> None:
         """
         Restores the weights. Every rank must call it. On a rank that is failing it does nothing,
@@ -186,7 +186,7 @@ class ShardedMovingAverage(MovingAverage):
         error = sys.exc_info()[1]
         return error is not self._error_when_assigned and not isinstance(error, TrainingInterrupted)
 
-    @overrides
+    @override
     def state_dict(self) -> Dict[str, Any]:
         """Returns this rank's shard of the averages, and the further state of a subclass."""
         self._collect_shadows()
@@ -194,7 +194,7 @@ class ShardedMovingAverage(MovingAverage):
         further = {key: value for key, value in state_dict.items() if key not in _TENSORS}
         return {**further, "shadows": self._shadows}
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         for name, shadow in state_dict["shadows"].items():
             self._shadows[name].copy_(shadow)

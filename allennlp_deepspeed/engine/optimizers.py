@@ -9,7 +9,7 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional, Set, Tuple
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer, make_parameter_groups
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
@@ -54,7 +54,7 @@ class FusedOptimizer(DeepSpeedOptimizer):
     """The name of an optimizer that updates weights in CPU memory."""
 
     @classmethod
-    @overrides
+    @override
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
         if config.offload_device != "none":
             raise ConfigurationError(
@@ -72,7 +72,7 @@ class CPUOptimizer(DeepSpeedOptimizer):
     """The name of an optimizer that updates weights on a GPU."""
 
     @classmethod
-    @overrides
+    @override
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
         if device_type == "cuda" and config.offload_device == "none":
             raise ConfigurationError(
@@ -203,7 +203,7 @@ class LionOptimizer(Optimizer, torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    @overrides
+    @override
     def step(  # type: ignore[override]
         self, closure: Optional[Callable[[], float]] = None
     ) -> Optional[float]:
@@ -314,7 +314,7 @@ class MuonOptimizer(DeepSpeedOptimizer):
         return optimizer
 
     @classmethod
-    @overrides
+    @override
     def check(cls, name: str, config: ResolvedConfig, device_type: str) -> None:
         if config.zero_stage == 0:
             return

@@ -9,6 +9,7 @@ import torch
 from allennlp.models.model import Model
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import zero
 from allennlp_deepspeed.engine.released_parameters import ReleasedParameter
@@ -108,6 +109,7 @@ def _in_fp32(function: Callable[[], Any]) -> Callable[[], Any]:
 class _InFp32(TorchFunctionMode):
     """Mode in which PyTorch's functions get half-precision tensors converted to fp32."""
 
+    @override
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

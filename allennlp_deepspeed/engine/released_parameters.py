@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
 from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
@@ -70,6 +71,7 @@ class ReleasedParameter(torch.nn.Parameter):
             self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
 
     @classmethod
+    @override
     def __torch_function__(
         cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, List, Optional
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.interruption import TrainingInterrupted
 
@@ -107,6 +108,7 @@ class Failure:
             return self.message
         return f"Rank {self.rank} on {self.host} failed: {self.message.splitlines()[0]}"
 
+    @override
     def __str__(self) -> str:
         if self.is_agreed:
             return self.message

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from overrides import overrides
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
@@ -376,7 +376,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             raise ConfigurationError(used_optimizers.LOST_STATES)
 
     @property
-    @overrides
+    @override
     def is_sharded(self) -> bool:
         """
         Returns `True`, so that AllenNLP's trainer calls the methods that save or restore the model

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
-from overrides import overrides
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.module_states import (
@@ -106,7 +106,7 @@ class AutoMicroBatchSize(StepExtension):
         self._announced_accumulation: Optional[int] = None
 
     @mark_phase(DEVICE_SYNC)
-    @overrides
+    @override
     def divide(self, group: BatchGroup) -> BatchGroup:
         """
         Divides this rank's batch into micro-batches. It runs one all-reduce of 8 bytes, which the
@@ -150,7 +150,7 @@ class AutoMicroBatchSize(StepExtension):
         parts = [slice_rows(batch, start, stop) for start, stop in bounds]
         return BatchGroup(parts, num_parts, num_dummy_batches=num_parts - own_parts)
 
-    @overrides
+    @override
     def state_dict(self) -> Optional[Dict[str, Any]]:
         """
         Returns the sizes that were found and the setup they are for, or `None` if there are none.
@@ -159,7 +159,7 @@ class AutoMicroBatchSize(StepExtension):
             return None
         return {"found": [list(found) for found in self._searches], "where": self._setup()}
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Any) -> None:
         """
         Restores the sizes that were found before an interruption. If the world size or the share of

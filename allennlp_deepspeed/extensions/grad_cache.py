@@ -8,7 +8,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
@@ -136,7 +136,7 @@ class GradCache(StepExtension):
                     "normalization, or remove 'trainer.grad_cache'."
                 )
 
-    @overrides
+    @override
     def train_on(
         self, batch: TensorDict, num_accumulation_steps: int, is_last: bool
     ) -> Dict[str, torch.Tensor]:
@@ -299,12 +299,12 @@ class GradCache(StepExtension):
             with self._gradient_synchronizer.no_sync():
                 pass
 
-    @overrides
+    @override
     def state_dict(self) -> Dict[str, Any]:
         """Returns the chunk sizes that were found."""
         return self._chunker.state_dict()
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Any) -> None:
         self._chunker.load_state_dict(state_dict)
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.sequence_groups import SequenceGroup, check_model
@@ -44,13 +44,13 @@ class SequenceParallelism(StepExtension):
             _check_reader(data_loader, value)
         self._attach(context.wrapped_model)
 
-    @overrides
+    @override
     def start_step(self, batches: List[TensorDict]) -> None:
         """Adds batches to the checksum without host synchronization."""
         for tensor in _tensors(batches):
             self._checksum = self._checksum * 31 + _checksum(tensor)
 
-    @overrides
+    @override
     def check(self, device: torch.device) -> None:
         """
         Compares the batches of the ranks of each group. It synchronizes with the device. Every rank

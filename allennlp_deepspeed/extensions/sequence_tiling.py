@@ -13,7 +13,7 @@ from typing import Any, Callable, ContextManager, Iterator, List, Set, Tuple
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
 from allennlp_deepspeed.deepspeed_api import (
@@ -35,7 +35,7 @@ class SequenceTiles(StepExtension):
     """Computes the modules that the key names tile by tile."""
 
     @classmethod
-    @overrides
+    @override
     def wrap(cls, value: Any, model: Model, zero_stage: int) -> Callable[[], None]:
         return tile_modules(model, value, zero_stage)
 
@@ -196,6 +196,7 @@ class _TiledFunction(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(  # type: ignore[override]
         ctx: Any,
         forward: Callable[[torch.Tensor], torch.Tensor],
@@ -210,6 +211,7 @@ class _TiledFunction(torch.autograd.Function):
         return _run_in_tiles(forward, hidden, num_tiles)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple:  # type: ignore[override]
         (hidden,) = ctx.saved_tensors
         num_tiles, parameters = ctx.num_tiles, ctx.parameters

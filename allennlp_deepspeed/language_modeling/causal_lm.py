@@ -11,7 +11,7 @@ from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from allennlp.models.model import _DEFAULT_WEIGHTS
 from allennlp.nn import RegularizerApplicator
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed import frozen_weights
 from allennlp_deepspeed import lora as adapters
@@ -180,7 +180,7 @@ class CausalLM(TokenLossModel):
         self._loss_chunk_size = loss_chunk_size
         self._metrics = TokenMetrics()
 
-    @overrides(check_signature=False)
+    @override
     def num_loss_tokens(
         self, labels: Optional[torch.Tensor] = None, **inputs: Any
     ) -> Union[int, torch.Tensor]:
@@ -189,7 +189,7 @@ class CausalLM(TokenLossModel):
     def transformer_to_share(self) -> "PreTrainedModel":
         return self.transformer
 
-    @overrides(check_signature=False)
+    @override
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -340,12 +340,12 @@ class CausalLM(TokenLossModel):
         assert isinstance(labels, torch.Tensor)
         return {**batch, "labels": torch.full_like(labels, IGNORED), "is_dummy": True}  # type: ignore[dict-item]
 
-    @overrides
+    @override
     def get_metrics(self, reset: bool = False) -> Dict[str, float]:
         """Returns the metrics of the epoch so far. With `reset`, every rank must call it."""
         return self._metrics.get_metric(reset)
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
         if frozen_weights.RECORDS_KEY in state_dict:
             state_dict = frozen_weights.complete(state_dict, self)
@@ -354,7 +354,7 @@ class CausalLM(TokenLossModel):
         return super().load_state_dict(state_dict, strict)
 
     @classmethod
-    @overrides
+    @override
     def _load(
         cls,
         config: Params,

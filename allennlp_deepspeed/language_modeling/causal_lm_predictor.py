@@ -7,8 +7,8 @@ from allennlp.common.util import JsonDict
 from allennlp.data import DatasetReader, Instance
 from allennlp.models import Model
 from allennlp.predictors import Predictor
-from overrides import overrides
 from transformers import GenerationConfig, StoppingCriteria
+from typing_extensions import override
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
@@ -122,11 +122,11 @@ class CausalLMPredictor(Predictor):
         """
         return self.predict_json({"prompt": prompt})
 
-    @overrides
+    @override
     def predict_json(self, inputs: JsonDict) -> JsonDict:
         return self.predict_batch_json([inputs])[0]
 
-    @overrides
+    @override
     def predict_batch_json(self, inputs: List[JsonDict]) -> List[JsonDict]:
         prompts = [self._prompt(each) for each in inputs]
         length = max(map(len, prompts))
@@ -171,7 +171,7 @@ class CausalLMPredictor(Predictor):
     def _text(self, tokens: List[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    @overrides
+    @override
     def _json_to_instance(self, json_dict: JsonDict) -> Instance:
         keys = ("text", "prompt", "response", "messages", "tools", "chat_template_kwargs")
         return self._dataset_reader.text_to_instance(
@@ -233,6 +233,7 @@ class _StopStrings(StoppingCriteria):
         self._text = text
         self._prompt_length = prompt_length
 
+    @override
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         texts = [self._text(tokens) for tokens in input_ids[:, self._prompt_length :].tolist()]
         are_stopped = [any(stop in text for stop in self._stop) for text in texts]

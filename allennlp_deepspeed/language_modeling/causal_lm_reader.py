@@ -6,8 +6,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Field, Instance
 from allennlp.data.dataset_readers.dataset_reader import PathOrStr
 from allennlp.data.fields import TensorField
-from overrides import overrides
 from torch.utils.data import get_worker_info
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.collectives import world_size
 from allennlp_deepspeed.language_modeling import packing, pretrained
@@ -115,7 +115,7 @@ class CausalLMReader(DatasetReader):
         self._only_responses = loss_on == "responses"
         self._pack = pack
 
-    @overrides
+    @override
     def _read(self, file_path: PathOrStr) -> Iterator[Instance]:
         lines = read_lines(file_path)
         counts = _Counts(str(file_path), self._max_length)
@@ -141,7 +141,7 @@ class CausalLMReader(DatasetReader):
             self._sizes.add(example.input_ids, line)
         return example
 
-    @overrides(check_signature=False)
+    @override
     def text_to_instance(
         self,
         text: Optional[str] = None,

@@ -27,6 +27,7 @@ from allennlp.common.checks import ConfigurationError
 from filelock import FileLock
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.frozen_weights import PretrainedWeightsError
@@ -324,6 +325,7 @@ class _Source(NamedTuple):
     name: str
     arguments: Dict[str, Any]
 
+    @override
     def __str__(self) -> str:
         return f"'{self.name}' with 'tokenizer_kwargs' {json.dumps(self.arguments)}"
 

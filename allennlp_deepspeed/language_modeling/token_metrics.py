@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.collectives import world_size
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import TokenLosses
@@ -24,13 +24,13 @@ class TokenMetrics(Metric):
         # float64, integers up to 9e15 are exact.
         self._totals: Optional[torch.Tensor] = None
 
-    @overrides(check_signature=False)
-    def __call__(self, losses: TokenLosses) -> None:
+    @override
+    def __call__(self, losses: TokenLosses) -> None:  # type: ignore[override]
         values = [value.detach().double() for value in losses]
         totals = torch.stack([*values, torch.ones_like(values[0])])
         self._totals = totals if self._totals is None else self._totals + totals
 
-    @overrides(check_signature=False)
+    @override
     def get_metric(self, reset: bool = False) -> Dict[str, float]:
         """
         Returns the metrics since the last reset, synchronizing with the device.
@@ -69,7 +69,7 @@ class TokenMetrics(Metric):
             "token_accuracy": num_correct / num_targets,
         }
 
-    @overrides
+    @override
     def reset(self) -> None:
         self._totals = None
 

@@ -23,7 +23,6 @@ from unittest import mock
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import SigTermReceived
-from overrides import overrides
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -42,6 +41,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce, silence
 from allennlp_deepspeed.engine import module_calls, worker_failure
@@ -283,7 +283,7 @@ class _Agent(LocalElasticAgent):
                 self._num_nodes_changed, handler.num_nodes_waiting
             )
 
-    @overrides
+    @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """
         Works around PyTorch 2.14.1: after a restart, workers get the address of the first round's
@@ -294,7 +294,7 @@ class _Agent(LocalElasticAgent):
             handler._bootstrap_store_info = None
         super()._rendezvous(worker_group)
 
-    @overrides
+    @override
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         while True:
             try:
@@ -304,7 +304,7 @@ class _Agent(LocalElasticAgent):
                 if self._node.min_nodes is None:
                     raise
 
-    @overrides
+    @override
     def _start_workers(self, worker_group: WorkerGroup) -> Dict[int, Any]:
         self._node_rank = self._exchange_members(worker_group)
         self.last_failure = None
@@ -316,7 +316,7 @@ class _Agent(LocalElasticAgent):
         _limit_shutdown_time(self._pcontext)
         return started
 
-    @overrides(check_signature=False)
+    @override
     def _shutdown(self, death_sig: Optional[signal.Signals] = None, timeout: int = 0) -> None:
         seconds = self._seconds_to_stop
         if death_sig is not None and self._pcontext is not None:
@@ -399,7 +399,7 @@ class _Agent(LocalElasticAgent):
             )
         )
 
-    @overrides
+    @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if self._node.num_nodes > 1 and result.state == WorkerState.HEALTHY:

@@ -21,7 +21,6 @@ from unittest import mock
 import allennlp.common.tqdm
 from allennlp.common import logging as common_logging
 from huggingface_hub import constants
-from overrides import overrides
 from rich.console import Console as RichConsole
 from rich.console import ConsoleRenderable
 from rich.control import Control
@@ -29,6 +28,7 @@ from rich.logging import RichHandler
 from rich.segment import ControlType
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
+from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announcement
 
@@ -147,7 +147,7 @@ class ConsoleHandler(RichHandler):
         self._process = os.getpid()
         self._warnings: Set[str] = set()
 
-    @overrides
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() != self._process:
             # Forked, perhaps while another thread owned the console's lock.
@@ -160,7 +160,7 @@ class ConsoleHandler(RichHandler):
         except Exception:
             self.handleError(record)
 
-    @overrides
+    @override
     def render(self, *, record: logging.LogRecord, **kwargs: Any) -> ConsoleRenderable:
         shown = announcement(record)
         if shown is None:

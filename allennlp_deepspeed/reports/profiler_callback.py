@@ -7,7 +7,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import TensorDict
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
 
@@ -83,7 +83,7 @@ class ProfilerCallback(TrainerCallback):
         self._profiler: Optional[torch.profiler.profile] = None
         self._first = 0
 
-    @overrides
+    @override
     def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
         super().on_start(trainer, is_primary=is_primary, **kwargs)
         if not hasattr(trainer, "engine"):
@@ -93,7 +93,7 @@ class ProfilerCallback(TrainerCallback):
             )
         self._start_or_stop(trainer.progress.total_batches_completed_at_start, is_primary)
 
-    @overrides
+    @override
     def on_batch(
         self,
         trainer: Any,
@@ -139,7 +139,7 @@ class ProfilerCallback(TrainerCallback):
                 path,
             )
 
-    @overrides
+    @override
     def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._profiler.stop()

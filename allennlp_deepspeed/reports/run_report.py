@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Set
 import torch
 import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed import versions
 from allennlp_deepspeed.engine.worker_device import memory_in_use
@@ -50,7 +50,7 @@ class RunReport(TrainerCallback):
         self._warnings = _Warnings(self._write_warning)
         self._get_trainer: Callable[[], Any] = lambda: None
 
-    @overrides
+    @override
     def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
         self._get_trainer = weakref.ref(trainer)
         if is_primary:
@@ -106,7 +106,7 @@ class RunReport(TrainerCallback):
             epoch = trainer.progress.epochs_completed
             self._file.write("step", trainer.steps_completed, epoch, **values)
 
-    @overrides
+    @override
     def on_epoch(
         self,
         trainer: Any,
@@ -179,7 +179,7 @@ class _Warnings(logging.Handler):
     def stop(self) -> None:
         logging.getLogger().removeHandler(self)
 
-    @overrides
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()

@@ -8,7 +8,7 @@ from allennlp.training.callbacks import (
 )
 from allennlp.training.callbacks.backward import MixedPrecisionBackwardCallback
 from allennlp.training.callbacks.log_writer import LogWriterCallback
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.reports.run_report import RunReport
@@ -24,16 +24,16 @@ class EpochMetricsCallback(TrainerCallback):
         super().__init__(serialization_dir)
         self.metrics: Dict[str, Any] = {}
 
-    @overrides
+    @override
     def on_epoch(self, trainer: Any, metrics: Dict[str, Any], *args: Any, **kwargs: Any) -> None:
         trainer.check_epoch()
         self.metrics = dict(metrics)
 
-    @overrides
+    @override
     def state_dict(self) -> Dict[str, Any]:
         return {"metrics": self.metrics}
 
-    @overrides
+    @override
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         self.metrics = state_dict["metrics"]
 

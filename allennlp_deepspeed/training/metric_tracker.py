@@ -1,7 +1,7 @@
 from typing import Dict
 
 from allennlp.training.metric_tracker import MetricTracker
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.engine import collectives
 
@@ -13,7 +13,7 @@ class AgreedMetricTracker(MetricTracker):
     metrics may be those of a rank's own shard of the data.
     """
 
-    @overrides
+    @override
     def combined_score(self, metrics: Dict[str, float]) -> float:
         """Returns the score of rank 0. Every rank must call it."""
         return collectives.broadcast_object(super().combined_score(metrics))

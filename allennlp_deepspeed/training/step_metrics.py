@@ -12,6 +12,7 @@ from allennlp.data import TensorDict
 from allennlp.models.model import Model
 from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
+from typing_extensions import override
 
 from allennlp_deepspeed.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.engine import collectives
@@ -151,6 +152,7 @@ class BatchMetrics(dict):
             dict.clear(self)
             dict.update(self, read())
 
+    @override
     def __reduce__(self) -> Any:
         # Pickled as a plain `dict`.
         return dict, (dict(self),)

@@ -10,7 +10,7 @@ from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training.trainer import Trainer
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
@@ -43,7 +43,7 @@ class DeepSpeedTrainModel(TrainModel):
     fails with several workers. Gone when all workers call `TrainModel.finish`.
     """
 
-    @overrides
+    @override
     def run(self) -> Dict[str, Any]:
         """Trains, and evaluates the test set if `evaluate_on_test`. Every rank must call it."""
         if not self.evaluate_on_test or self.evaluation_data_loader is None:
@@ -69,26 +69,26 @@ class DeepSpeedTrainModel(TrainModel):
         metrics.update({f"test_{key}": value for key, value in test_metrics.items()})
         return metrics
 
-    @overrides
+    @override
     def finish(self, metrics: Dict[str, Any]) -> None:
         """Writes the metrics. AllenNLP calls it on the primary only."""
         with mock.patch.object(self, "evaluate_on_test", False):
             super().finish(metrics)
 
     @classmethod
-    @overrides(check_signature=False)
+    @override
     def from_partial_objects(
         cls,
         serialization_dir: str,
         local_rank: int,
-        dataset_reader: Lazy[DatasetReader],
+        dataset_reader: Lazy[DatasetReader],  # type: ignore[override]
         train_data_path: Any,
         model: Lazy[Model],
         data_loader: Lazy[DataLoader],
         trainer: Lazy[Trainer],
         vocabulary: Lazy[Vocabulary] = Lazy(Vocabulary),
         datasets_for_vocab_creation: List[str] = None,
-        validation_dataset_reader: Lazy[DatasetReader] = None,
+        validation_dataset_reader: Lazy[DatasetReader] = None,  # type: ignore[override]
         validation_data_path: Any = None,
         validation_data_loader: Lazy[DataLoader] = None,
         test_data_path: Any = None,

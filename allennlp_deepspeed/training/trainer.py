@@ -36,7 +36,7 @@ from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
 from allennlp.training.scheduler import Scheduler
 from allennlp.training.trainer import Trainer, TrainerCheckpoint
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
@@ -288,7 +288,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         # A trainer that is dropped before training is cleaned up too.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
 
-    @overrides
+    @override
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_checkpointer":
             check_checkpointer(value)
@@ -388,7 +388,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     # Training
 
-    @overrides
+    @override
     def train(self) -> Dict[str, Any]:
         """
         Trains the model, once. Every rank must call it. After a SIGTERM or Ctrl-C on any rank,
@@ -415,7 +415,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._raise_if_interrupted("after the last epoch", may_save=False)
             return metrics
 
-    @overrides
+    @override
     def _try_train(self) -> Tuple[Dict[str, Any], int]:
         """Runs AllenNLP's loop over epochs."""
         if self._checkpointer is not None:
@@ -479,7 +479,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with mock.patch.object(checkpointer, "maybe_save_checkpoint", save_and_return_false):
             yield
 
-    @overrides
+    @override
     def _train_epoch(self, epoch: int) -> Dict[str, float]:
         """
         Trains one epoch and returns metrics.
@@ -580,7 +580,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 batch_grad_norm=grad_norm,  # type: ignore[arg-type]  # as in AllenNLP
             )
 
-    @overrides
+    @override
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
         if not for_training:
             self._raise_if_interrupted(
@@ -639,7 +639,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             backward_called |= callback.on_backward(self, batch_outputs, backward_called)
         return backward_called
 
-    @overrides
+    @override
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
         self._fast_forward.start_validation()
         self._distributed_metrics.collect()
@@ -767,7 +767,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         }
         return {name: part for name, part in parts.items() if part is not None}
 
-    @overrides
+    @override
     def get_checkpoint_state(self) -> TrainerCheckpoint:
         """
         Returns this rank's training state, without the model and the optimizer, which the engine
@@ -784,7 +784,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             },
         )
 
-    @overrides
+    @override
     def _maybe_restore_checkpoint(self) -> None:
         """
         Resumes from the newest checkpoint, if there is one. Every rank must call it.
@@ -851,7 +851,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """Sums the counts of metrics over the ranks. To be called by every rank."""
         self._distributed_metrics.all_reduce()
 
-    @overrides
+    @override
     def _save_model_state(self, path: str) -> None:
         """
         Saves the best weights in one file with the full model in fp32, instead of the shard that
@@ -862,13 +862,13 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._weight_change_detector.raise_if_changed()
             self.best_weights.save(self._progress.epochs_completed)
 
-    @overrides
+    @override
     def _load_model_state(self, path: str) -> None:
         """Loads the best weights. Every rank must call it. Rank 0 reads the file."""
         self.best_weights.load()
         self._weight_change_detector.snapshot()
 
-    @overrides
+    @override
     def _finalize_best_model_state(self) -> None:
         """Does nothing: `_save_model_state` has already written one file."""
 
@@ -1053,7 +1053,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         )
         return self.num_gradient_accumulation_steps
 
-    @overrides
+    @override
     def rescale_gradients(self) -> Optional[float]:
         """Raises an error. It is called by AllenNLP's loops, which can't step the optimizer."""
         raise RuntimeError(
@@ -1117,8 +1117,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return self._extensions.num_readers
 
     @classmethod
-    @overrides(check_signature=False)
-    def from_partial_objects(
+    @override
+    def from_partial_objects(  # type: ignore[override]
         cls,
         model: Model,
         serialization_dir: str,

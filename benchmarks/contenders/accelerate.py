@@ -1,5 +1,5 @@
 from deepspeed.runtime.engine import DeepSpeedEngine
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness.contender import Contender, Job
 from benchmarks.harness.process_tree import Unavailable
@@ -10,7 +10,7 @@ class Accelerate(Contender):
 
     package = "accelerate"
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DeepSpeedPlugin

@@ -5,7 +5,7 @@ from allennlp.common import Lazy, Params
 from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training import Trainer
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness.contender import Contender, Job
 from benchmarks.harness.stopwatch import Stopwatch
@@ -16,7 +16,7 @@ class GradientDescent(Contender):
 
     ddp_accelerator: Optional[str] = None
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         worker = job.worker
         accelerator = None
@@ -54,7 +54,7 @@ class RecordSteps(TrainerCallback):
         super().__init__(serialization_dir)
         self._stopwatch = stopwatch
 
-    @overrides
+    @override
     def on_batch(
         self,
         trainer,
@@ -75,7 +75,7 @@ class RecordSteps(TrainerCallback):
 class RecordWholeSteps(RecordSteps):
     """Tells it of one loss for each step, the mean of its micro-batches."""
 
-    @overrides
+    @override
     def losses_of_step(self, losses: List[torch.Tensor]) -> List[torch.Tensor]:
         return [torch.stack(losses).mean()]
 

@@ -1,5 +1,5 @@
 import deepspeed
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness.contender import Contender, Job
 
@@ -7,7 +7,7 @@ from benchmarks.harness.contender import Contender, Job
 class Bare(Contender):
     """DeepSpeed alone, as its documentation teaches it: https://www.deepspeed.ai/getting-started"""
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         model = job.workload.build_model()
         engine, *_ = deepspeed.initialize(

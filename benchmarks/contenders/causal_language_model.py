@@ -8,7 +8,7 @@ import torch
 from allennlp.data import DatasetReader, Instance, Vocabulary
 from allennlp.data.fields import TensorField
 from allennlp.models.model import Model
-from overrides import overrides
+from typing_extensions import override
 
 
 @DatasetReader.register("random_tokens")
@@ -28,7 +28,7 @@ class RandomTokens(DatasetReader):
         self._vocab_size = vocab_size
         self._num_tokens = num_tokens
 
-    @overrides
+    @override
     def _read(self, file_path: str) -> Iterable[Instance]:
         for _ in range(int(file_path)):
             token_ids = torch.randint(self._vocab_size, (self._num_tokens,))

@@ -3,9 +3,9 @@ from typing import Dict, List, Sequence
 
 import torch
 import torch.distributed as dist
-from overrides import overrides
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertModel
+from typing_extensions import override
 
 from benchmarks.contenders.text_pairs import TEMPERATURE, WITHOUT_POOLER, texts_of
 from benchmarks.harness.contender import Contender, Job
@@ -36,7 +36,7 @@ class DdpUncached(Contender):
 
     stages = (0,)
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         device = job.worker.device
         transformer = BertModel.from_pretrained(job.workload.directory, **WITHOUT_POOLER)
@@ -69,7 +69,7 @@ class DdpCached(DdpUncached):
     as it can be written. It saves no random states, which only dropout would need.
     """
 
-    @overrides
+    @override
     def forward_backward(
         self, model: DistributedDataParallel, sides: Sequence[Texts], chunk_size: int
     ) -> torch.Tensor:

@@ -1,5 +1,5 @@
 import torch
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness.contender import Contender, Job
 
@@ -9,7 +9,7 @@ class FullyShard(Contender):
 
     stages = (3,)
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -9,7 +9,7 @@ from allennlp.common import Params
 from allennlp.common.util import prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models.model import Model
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness.process_tree import Worker
 from benchmarks.harness.training import transformer
@@ -108,7 +108,7 @@ class LabelledTexts(Workload):
     def batch_size(self) -> int:  # type: ignore[override]
         return self.task.batch_size
 
-    @overrides
+    @override
     def prepare(self, world_size: int) -> None:
         task = self.task
         generator = random.Random(SEED)
@@ -127,7 +127,7 @@ class LabelledTexts(Workload):
         )
         vocabulary.save_to_files(self.directory / _VOCABULARY_NAME)
 
-    @overrides
+    @override
     def build_data_loader(self, worker: Worker) -> DataLoader:
         data_loader = DataLoader.from_params(
             Params(
@@ -144,7 +144,7 @@ class LabelledTexts(Workload):
         data_loader.set_target_device(worker.device)
         return data_loader
 
-    @overrides
+    @override
     def build_model(self) -> Model:
         prepare_environment(Params({"random_seed": SEED, "numpy_seed": SEED, "pytorch_seed": SEED}))
         return Model.from_params(self._params("model"), vocab=self._vocabulary())

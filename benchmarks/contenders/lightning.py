@@ -1,4 +1,4 @@
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness.contender import Contender, Job
 
@@ -9,7 +9,7 @@ class Lightning(Contender):
     package = "lightning"
     needs_gpu = True
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         from lightning.pytorch import LightningModule, Trainer
         from lightning.pytorch.strategies import DeepSpeedStrategy

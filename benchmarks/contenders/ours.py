@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Dict, List
 import torch
 from allennlp.common import Lazy
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 import allennlp_deepspeed  # noqa: F401  # registers the trainer
 from benchmarks.contenders.allennlp import train_with
@@ -17,7 +17,7 @@ class Ours(Contender):
 
     callbacks: ClassVar[List[Lazy[TrainerCallback]]] = []
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         config = self.deepspeed_config(job)
         train_with(
@@ -37,11 +37,11 @@ class Ours(Contender):
 class OursMicroBatch(Ours):
     """This package's trainer, reducing gradients after each micro-batch."""
 
-    @overrides
+    @override
     def supports(self, workload: Workload) -> bool:
         return workload.stage in (2, 3) and workload.accumulation > 1
 
-    @overrides
+    @override
     def settings(self, workload: Workload) -> Dict[str, Any]:
         return {"gradient_synchronization": "micro_batch"}
 
@@ -54,7 +54,7 @@ class BackwardWithoutSync(TrainerCallback):
 
     reads_gradients = False
 
-    @overrides
+    @override
     def on_backward(
         self, trainer, batch_outputs: Dict[str, torch.Tensor], backward_called: bool, **kwargs: Any
     ) -> bool:
@@ -87,11 +87,11 @@ class OursWith(Ours):
     workload_changes: Dict[str, Any] = field(default_factory=dict)
     trainer: Dict[str, Any] = field(default_factory=dict)
 
-    @overrides
+    @override
     def own_workload(self, workload: Workload) -> Workload:
         return replace(workload, **self.workload_changes)  # type: ignore[type-var]
 
-    @overrides
+    @override
     def settings(self, workload: Workload) -> Dict[str, Any]:
         return {**super().settings(workload), **self.trainer}
 
@@ -102,7 +102,7 @@ class OursCached(Ours):
     def chunk_size(self, workload: Workload) -> Any:
         return workload.chunk_size
 
-    @overrides
+    @override
     def settings(self, workload: Workload) -> Dict[str, Any]:
         cache = {"chunk_size": self.chunk_size(workload)}
         return {**super().settings(workload), "grad_cache": cache}
@@ -111,6 +111,6 @@ class OursCached(Ours):
 class OursApart(OursCached):
     """As `OursCached`, with the graph of queries or of documents at a time, not of both."""
 
-    @overrides
+    @override
     def chunk_size(self, workload: Workload) -> Any:
         return dict.fromkeys(("query", "document"), workload.chunk_size)

@@ -7,7 +7,7 @@ from allennlp.common import Params
 from allennlp.common.util import prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models.model import Model
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.contenders import causal_language_model  # noqa: F401  # registers both
 from benchmarks.harness.process_tree import Worker
@@ -47,11 +47,11 @@ class RandomTexts(Workload):
     def __str__(self) -> str:
         return f"decoder, stage {self.stage}, accumulation {self.accumulation}"
 
-    @overrides
+    @override
     def prepare(self, world_size: int) -> None:
         pass
 
-    @overrides
+    @override
     def build_data_loader(self, worker: Worker) -> DataLoader:
         prepare_environment(Params({"pytorch_seed": SEED}))
         reader = {key: self.size[key] for key in ("vocab_size", "num_tokens")}
@@ -70,7 +70,7 @@ class RandomTexts(Workload):
         data_loader.set_target_device(worker.device)
         return data_loader
 
-    @overrides
+    @override
     def build_model(self) -> Model:
         prepare_environment(Params({"random_seed": SEED, "numpy_seed": SEED, "pytorch_seed": SEED}))
         size = {"type": "causal_language_model", **self.size}
@@ -81,7 +81,7 @@ class RandomTexts(Workload):
             model.to(torch.bfloat16).to(torch.float32)
         return model
 
-    @overrides
+    @override
     def deepspeed_config(self, world_size: int) -> Dict[str, Any]:
         config = super().deepspeed_config(world_size)
         config["zero_optimization"].update(self.zero)

@@ -1,6 +1,6 @@
 import torch
 import torch.distributed as dist
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.contenders.text_pairs import TEMPERATURE, WITHOUT_POOLER, texts_of
 from benchmarks.harness.contender import Contender, Job
@@ -16,7 +16,7 @@ class SentenceTransformers(Contender):
     package = "sentence_transformers"
     stages = (0,)
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer import losses, modules

@@ -8,8 +8,8 @@ from allennlp.common.util import prepare_environment
 from allennlp.data import DataLoader, Vocabulary
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models.model import Model
-from overrides import overrides
 from transformers import BertConfig, BertModel, BertTokenizer
+from typing_extensions import override
 
 from benchmarks.harness.process_tree import Worker
 from benchmarks.harness.workload import SEED, Workload
@@ -58,7 +58,7 @@ class TextPairs(Workload):
     def __str__(self) -> str:
         return f"stage {self.stage}, texts of {self.num_tokens} tokens"
 
-    @overrides
+    @override
     def prepare(self, world_size: int) -> None:
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
         # AllenNLP tries a tokenizer out with the words "1" and "2".
@@ -80,11 +80,11 @@ class TextPairs(Workload):
         )
         BertModel(config, **WITHOUT_POOLER).save_pretrained(self.directory)
 
-    @overrides
+    @override
     def build_data_loader(self, worker: Worker) -> DataLoader:
         return Batches(self, worker)
 
-    @overrides
+    @override
     def build_model(self) -> Model:
         prepare_environment(Params({}))
         embedder = {

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from allennlp.common import cached_transformers
 from allennlp.training.callbacks import TrainerCallback
 from deepspeed.runtime.engine import DeepSpeedEngine
-from overrides import overrides
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from allennlp_deepspeed.engine.released_parameters import access_allowed
 
@@ -65,7 +65,7 @@ class CountModelStates(TrainerCallback):
         self._in_backward: List[int] = []
         self._in_step: List[int] = []
 
-    @overrides
+    @override
     def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
         super().on_start(trainer, is_primary, **kwargs)
         # AllenNLP keeps the model that embedders have copied, in CPU memory.
@@ -84,7 +84,7 @@ class CountModelStates(TrainerCallback):
         # The attribute of the engine refuses any call. Each training has its own processes.
         DeepSpeedEngine.step = counted_step
 
-    @overrides
+    @override
     def on_batch(
         self,
         trainer,

@@ -9,7 +9,7 @@ from typing import Any, Dict, List
 
 import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 FILE = "link_traffic.json"
 
@@ -29,12 +29,12 @@ class LinkTraffic(TrainerCallback):
         self._bytes: List[int] = []
         self._losses: List[float] = []
 
-    @overrides
+    @override
     def on_start(self, *args: Any, **kwargs: Any) -> None:
         super().on_start(*args, **kwargs)
         self._count()
 
-    @overrides
+    @override
     def on_batch(
         self, trainer, batch_inputs, batch_outputs, *args: Any, is_training: bool, **kwargs: Any
     ) -> None:
@@ -46,7 +46,7 @@ class LinkTraffic(TrainerCallback):
         dist.barrier()  # so that no rank is still sending, or in the next step
         self._bytes.append(bytes_so_far())
 
-    @overrides
+    @override
     def on_end(self, trainer, *args: Any, is_primary: bool = True, **kwargs: Any) -> None:
         # Where ZeRO-3 has partitioned a parameter, it has another size.
         sizes = [getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()]

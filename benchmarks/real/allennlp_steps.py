@@ -5,7 +5,7 @@ Records the steps of either of AllenNLP's trainers. Included in a command by its
 from typing import Any, Dict, List
 
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.real.recorder import Recorder
 
@@ -16,12 +16,12 @@ class RecordRealSteps(TrainerCallback):
 
     reads_metrics = False
 
-    @overrides
+    @override
     def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:
         super().on_start(trainer, is_primary, **kwargs)
         self._recorder = Recorder(self._save)
 
-    @overrides
+    @override
     def on_batch(
         self,
         trainer,

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from allennlp.data import DataLoader
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.training import gradient_memory
 from benchmarks.contenders.allennlp import RecordWholeSteps, train_with
@@ -75,16 +75,16 @@ class SharesOfTexts(LabelledTexts):
     share: int = 0
 
     @property
-    @overrides
+    @override
     def batch_size(self) -> int:  # type: ignore[override]
         return self.share // self.accumulation
 
     @property
-    @overrides
+    @override
     def losses_in_step(self) -> int:
         return 1
 
-    @overrides
+    @override
     def build_data_loader(self, worker: Worker) -> DataLoader:
         loader: Any = super().build_data_loader(worker)
         # In any division the same instances are a step.
@@ -98,12 +98,12 @@ class Divided(Contender):
     def __init__(self, accumulation: int) -> None:
         self._accumulation = accumulation
 
-    @overrides
+    @override
     def own_workload(self, workload: Workload) -> Workload:
         assert isinstance(workload, SharesOfTexts)
         return replace(workload, accumulation=self._accumulation)
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         config = job.workload.deepspeed_config(job.worker.world_size)
         train_with(
@@ -117,7 +117,7 @@ class Found(Contender):
     def __init__(self, num_bytes: float) -> None:
         self._num_bytes = int(num_bytes)
 
-    @overrides
+    @override
     def train(self, job: Job) -> None:
         workload, world_size = job.workload, job.worker.world_size
         assert isinstance(workload, SharesOfTexts)
@@ -147,7 +147,7 @@ class TellSize(TrainerCallback):
         super().__init__("")
         self._path = path
 
-    @overrides
+    @override
     def on_batch(self, trainer: Any, batch_inputs: List[Any], *args: Any, **kwargs: Any) -> None:
         if not self._path.exists():
             self._path.write_text(json.dumps(len(batch_inputs)))

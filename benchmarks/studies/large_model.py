@@ -20,7 +20,7 @@ from typing import Any, Dict, List
 
 import torch
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness import report, training
 from benchmarks.harness.memory import PeakMemory
@@ -42,7 +42,7 @@ class ReportPeakMemory(TrainerCallback):
         super().__init__(serialization_dir)
         self._losses: List[float] = []
 
-    @overrides
+    @override
     def on_batch(
         self, trainer, batch_inputs, batch_outputs, *args: Any, is_training: bool, **kwargs: Any
     ) -> None:
@@ -50,7 +50,7 @@ class ReportPeakMemory(TrainerCallback):
             self._losses.extend(float(outputs["loss"]) for outputs in batch_outputs)
             _memory.stop()
 
-    @overrides
+    @override
     def on_end(self, trainer, *args: Any, **kwargs: Any) -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         parameters = trainer.model.parameters()

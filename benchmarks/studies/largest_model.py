@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional
 import psutil
 import torch
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from benchmarks.contenders import causal_language_model  # noqa: F401  (registers the model)
@@ -120,7 +120,7 @@ class StopAfterSteps(TrainerCallback):
         super().__init__(serialization_dir)
         self._start = time.perf_counter()
 
-    @overrides
+    @override
     def on_batch(
         self,
         trainer,

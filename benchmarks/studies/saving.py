@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from allennlp.training.callbacks import TrainerCallback
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness import report, training
 
@@ -40,7 +40,7 @@ class TimeSaves(TrainerCallback):
         self._num_pairs = num_pairs
         self._taken: Dict[str, List[Tuple[float, float]]] = {"deepspeed": [], "checkpointer": []}
 
-    @overrides
+    @override
     def on_batch(self, trainer, *args: Any, is_training: bool = True, **kwargs: Any) -> None:
         num_pairs = len(self._taken["deepspeed"])
         if not is_training or num_pairs == self._num_pairs:
@@ -69,7 +69,7 @@ class TimeSaves(TrainerCallback):
         trainer._checkpointer.finish()
         self._taken["checkpointer"].append(stopwatch.read())
 
-    @overrides
+    @override
     def on_end(self, trainer, *args: Any, is_primary: bool = True, **kwargs: Any) -> None:
         if is_primary:
             path = os.path.join(self.serialization_dir, "taken.json")

@@ -27,7 +27,7 @@ from allennlp.common import Params
 from allennlp.data import DatasetReader, Instance
 from allennlp.data.fields import TensorField
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 import allennlp_deepspeed  # noqa: F401  # registers what the configs name
 from allennlp_deepspeed.launch import agent, worker
@@ -94,7 +94,7 @@ class RandomText(DatasetReader):
         super().__init__(**kwargs)
         self._length = length
 
-    @overrides
+    @override
     def _read(self, file_path: str) -> Iterable[Instance]:
         generator = torch.Generator().manual_seed(1)
         for _ in range(int(file_path)):
@@ -109,7 +109,7 @@ class RecordLosses(TrainerCallback):
 
     losses: List[float] = []
 
-    @overrides
+    @override
     def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         loss = args[1][0]["loss"].detach().clone()
         torch.distributed.all_reduce(loss)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
 
 from allennlp.training.callbacks import TrainerCallback
-from overrides import overrides
+from typing_extensions import override
 
 from benchmarks.harness import report, training
 
@@ -40,7 +40,7 @@ _mark("imported")
 class MarkFirstStep(TrainerCallback):
     """Marks when rank 0 has made its first step, and then kills it once."""
 
-    @overrides
+    @override
     def on_batch(self, *args: Any, is_primary: bool = True, **kwargs: Any) -> None:
         if not is_primary or not self.is_first:
             return

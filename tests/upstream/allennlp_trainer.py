@@ -15,7 +15,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 from allennlp.training.trainer import TrainerCheckpoint
-from overrides import overrides
+from typing_extensions import override
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.checkpoint.checkpoint_directory import ENGINE_TAG
@@ -41,7 +41,7 @@ class CheckpointerWithLinks(DeepSpeedCheckpointer):
     loaded.
     """
 
-    @overrides
+    @override
     def finish(self) -> None:
         super().finish()
         for path in Path(self._serialization_dir).iterdir():
@@ -54,7 +54,7 @@ class CheckpointerWithLinks(DeepSpeedCheckpointer):
             os.symlink(model_state, self._model_state_path(*point))
             os.symlink(training_state, self._training_state_path(*point))
 
-    @overrides
+    @override
     def load_checkpoint(
         self, trainer: Optional[TrainerProtocol] = None
     ) -> Optional[TrainerCheckpoint]:
@@ -71,7 +71,7 @@ class RestoresBeforeTraining(DeepSpeedTrainer):
     compare the best epoch and its metrics, which a trainer still has then.
     """
 
-    @overrides
+    @override
     def _maybe_restore_checkpoint(self) -> None:
         if not self._has_trained or self._ddp_wrapped_model.is_in_use:
             super()._maybe_restore_checkpoint()
