@@ -10,7 +10,7 @@ import sys
 
 import torch  # noqa: F401  # sets up its logger, which `quiet_import` quietens
 
-from allennlp_deepspeed.announcements import quiet_import
+from allennlp_deepspeed.announcements import quiet_import, silence_plugin
 
 # Installs the import hook, unless a `.pth` file has.
 from allennlp_deepspeed_import_hook import fork_server
@@ -58,5 +58,6 @@ __all__ = [
 ]
 
 compat.apply()
+silence_plugin()
 distributed_metrics.apply()
 preflight.install()

@@ -50,6 +50,19 @@ def silence(*names: str) -> Iterator[None]:
         yield
 
 
+def silence_plugin() -> None:
+    """
+    Drops AllenNLP's line that this plugin is available, the first one that each command shows,
+    unless the user has asked for the full log. May be called more than once.
+    """
+    logging.getLogger("allennlp.common.plugins").addFilter(_is_not_of_this_plugin)
+
+
+def _is_not_of_this_plugin(record: logging.LogRecord) -> bool:
+    is_of_this_plugin = record.levelno == logging.INFO and record.args == (__package__,)
+    return not is_of_this_plugin or is_full_log_requested()
+
+
 def _drop(record: logging.LogRecord) -> bool:
     return False
 

@@ -115,7 +115,7 @@ class Failure:
         where = f"\n(Full traceback: {self.log_file})" if self.log_file else ""
         if self.explanation is not None:
             return self.explanation + where
-        return f"Rank {self.rank} on {self.host} failed:\n\n{self.traceback.rstrip()}{where}"
+        return f"Rank {self.rank} on {self.host} failed:\n{self.traceback.rstrip()}{where}"
 
 
 _explanation: Optional[Callable[[BaseException], Optional[str]]] = None

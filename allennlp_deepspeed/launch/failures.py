@@ -25,6 +25,8 @@ _ATTRIBUTE = "_explanation_for_command"
 # Wrong paths of data. Other errors of the file system may not recur when workers are restarted.
 _WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
+_ERASE_LINE = "\r\x1b[2K"
+
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
 
 
@@ -45,7 +47,9 @@ def install() -> None:
             if message is None or not _is_called_by_command():
                 raise
             files = log_to_files(error)
-            print(f"\n{message}", file=sys.stderr)
+            # A terminal may show a progress bar that nobody will end.
+            erase = _ERASE_LINE if sys.stderr.isatty() else ""
+            print(f"{erase}{message}", file=sys.stderr)
             if files and "(Full traceback: " not in message:
                 print(f"(Full traceback: {files[0]})", file=sys.stderr)
             sys.exit(1)

@@ -220,15 +220,22 @@ def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
         yield
 
 
-def disable_progress_bars_of_transformers() -> None:
+def disable_progress_bars_of_transformers() -> bool:
     """
-    Disables transformers' progress bars, unless the user has asked for them: each worker would draw
-    its own.
+    Disables transformers' progress bars, unless the user has asked for them. Each worker would draw
+    its own, and a file would have a line for each state of a bar.
+
+    # Returns
+
+    `bool`
+        Whether they were enabled.
     """
     # `False` only if the user has set it.
     is_asked_for = constants.HF_HUB_DISABLE_PROGRESS_BARS is False
-    if transformers_logging.is_progress_bar_enabled() and not is_asked_for:
-        transformers_logging.disable_progress_bar()
+    if is_asked_for or not transformers_logging.is_progress_bar_enabled():
+        return False
+    transformers_logging.disable_progress_bar()
+    return True
 
 
 @contextmanager
@@ -286,6 +293,8 @@ def _route_records(settings: ConsoleSettings) -> Iterator[None]:
         for library in map(logging.getLogger, _LIBRARIES):
             stack.enter_context(patch(library, "handlers", []))
             stack.enter_context(patch(library, "propagate", True))
+        if not settings.is_terminal and disable_progress_bars_of_transformers():
+            stack.callback(transformers_logging.enable_progress_bar)
         if getattr(warnings.showwarning, "__module__", "") != "logging":
             logging.captureWarnings(True)
             stack.callback(logging.captureWarnings, False)

@@ -15,8 +15,16 @@ from typing import Any, List, NamedTuple
 import pytest
 
 from allennlp_deepspeed.reports import metrics_file
-from tests.support.command import Command, Run, allennlp, wait_for_all
-from tests.support.experiment import INCLUDED, TWO_WORKERS, Config, deepspeed, load_config
+from tests.fixtures.tiny_bert import tiny_bert
+from tests.support.command import Command, Run, allennlp, subprocess_allennlp, wait_for_all
+from tests.support.experiment import (
+    INCLUDED,
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Config,
+    deepspeed,
+    load_config,
+)
 
 # Other tests have it say what AllenNLP logs.
 BY_DEFAULT = {"ALLENNLP_LOG_LEVEL": ""}
@@ -119,10 +127,48 @@ def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path) -> None
         time_limit=TIME_LIMIT,
     )
     assert run.returncode == 1 and not run.processes
-    *_, before, empty, message, log = run.output.splitlines()
-    assert before.startswith("Reading data.") and empty == ""
+    *_, before, message, log = run.output.splitlines()
+    assert before.startswith("Reading data.")
     assert message == "ValueError: no such thing on disk"
     assert log == f"(Full traceback: {tmp_path / 'out' / 'out_worker1.log'})"
+
+
+def test_the_error_of_a_rank_follows_without_an_empty_line(tmp_path: Path) -> None:
+    failing = {"model.type": "failing_tagger", "model.rank": 1, "model.in_training": True}
+    config = deepspeed(load_config("tagger", TWO_WORKERS, failing), 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = allennlp(
+        *arguments(tmp_path / "config.json", tmp_path / "out"),
+        environment=BY_DEFAULT,
+        time_limit=TIME_LIMIT,
+    )
+    assert run.returncode == 1 and not run.processes
+    lines = run.output.splitlines()
+    assert "Traceback (most recent call last):" in lines and "" not in lines
+
+
+def test_a_file_has_no_line_of_plugins_and_no_bars_of_transformers(
+    session_directory: Path, tmp_path: Path
+) -> None:
+    bert = tiny_bert(session_directory / "tiny_bert")
+    transformer = {"type": "pretrained_transformer", "model_name": bert}
+    changes = {
+        "dataset_reader.token_indexers": {"tokens": transformer},
+        "dataset_reader.tokenizer": transformer,
+        "model.text_field_embedder.token_embedders.tokens": transformer,
+        "model.seq2vec_encoder": {"type": "bert_pooler", "pretrained_model": bert},
+        "trainer.num_epochs": 1,
+    }
+    config = deepspeed(load_config("classifier", ONE_PROCESS, changes), 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / ".allennlp_plugins").write_text("allennlp_deepspeed\n")
+    run = subprocess_allennlp(
+        *arguments(tmp_path / "config.json", tmp_path / "out"),
+        cwd=tmp_path,
+        env={**os.environ, **BY_DEFAULT},
+    ).check()
+    assert run.output.startswith("Reading data.")
+    assert "\r" not in run.output and "Loading weights" not in run.output
 
 
 def test_each_epoch_is_compared_with_the_best_one_before(plain: Trained) -> None:

@@ -135,6 +135,16 @@ def test_a_worker_has_no_bars_of_transformers() -> None:
     assert run_workers(1, lambda rank: _bars_before_and_in_a_worker()) == [(True, False)]
 
 
+@pytest.mark.skipif(
+    "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ, reason="the environment says what to do"
+)
+@pytest.mark.parametrize("settings", [PLAIN, TERMINAL])
+def test_bars_of_transformers_are_drawn_on_a_terminal(settings: ConsoleSettings) -> None:
+    with shown_on_console(settings):
+        assert is_progress_bar_enabled() is settings.is_terminal
+    assert is_progress_bar_enabled()
+
+
 @pytest.mark.parametrize("settings", [PLAIN, TERMINAL])
 def test_bars_of_allennlp_are_drawn_on_a_terminal(
     settings: ConsoleSettings, capsys: pytest.CaptureFixture
