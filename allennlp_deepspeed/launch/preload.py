@@ -19,22 +19,12 @@ STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
 # Modules that workers import in addition to this package.
 _MODULES = ("allennlp.commands", "torch._dynamo", "transformers.modeling_utils")
 
-
-def _reset_signals() -> None:
-    if os.getppid() == _server:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 if os.environ.pop(STARTED_BY, None) == str(os.getppid()):
     process_setup.prepare()
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # Whoever signals all processes of a job, as a terminal does that is closed, means the workers.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # For what is forked from it, such as a process that a worker starts by "forkserver".
-    _server = os.getpid()
-    os.register_at_fork(after_in_child=_reset_signals)
     for module in _MODULES:
         importlib.import_module(module)
     # Collections in workers needn't look at what has been imported.
