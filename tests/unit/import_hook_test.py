@@ -56,7 +56,7 @@ def site_directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def _run(*arguments: Any, **kwargs: Any) -> str:
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=60, **kwargs
+        command, check=True, capture_output=True, text=True, timeout=150, **kwargs
     ).stdout
 
 
