@@ -33,9 +33,23 @@ def resolve_reshard_after_micro_batch(
         return True
     if setting == AUTO:
         # An automatic micro-batch size uses the same free memory, which the first steps measure.
-        can_stay = zero.stage == 3 and zero.zero_hpz_partition_size <= 1 and not _is_on_nvme(zero)
-        return AUTO if can_stay and not finds_micro_batch_size else True
+        return AUTO if _can_stay_gathered(zero) and not finds_micro_batch_size else True
     return setting
+
+
+def resolve_reshard_in_evaluation(
+    settings: TrainerSettings, zero: DeepSpeedZeroConfig
+) -> Union[bool, str]:
+    """
+    Resolves whether parameters are resharded in each forward pass of an evaluation. Unlike in
+    training, leaving them gathered helps in a single process too: a model that generates calls
+    each module once per token.
+    """
+    return settings.reshard_after_micro_batch if _can_stay_gathered(zero) else True
+
+
+def _can_stay_gathered(zero: DeepSpeedZeroConfig) -> bool:
+    return zero.stage == 3 and zero.zero_hpz_partition_size <= 1 and not _is_on_nvme(zero)
 
 
 def _check_can_stay_gathered(zero: DeepSpeedZeroConfig) -> None:

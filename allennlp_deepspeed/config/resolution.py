@@ -29,6 +29,7 @@ from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.config.parameter_resharding import (
     check_partition_size,
     resolve_reshard_after_micro_batch,
+    resolve_reshard_in_evaluation,
 )
 from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
@@ -132,6 +133,7 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
         offload_device=_offload_device(zero),
         forces_cpu_optimizer=forces_cpu_optimizer,
         reshard_after_micro_batch=reshard_after_micro_batch,
+        reshard_in_evaluation=resolve_reshard_in_evaluation(settings, zero),
         torch_compile=torch_compile,
         finds_micro_batch_size=finds_micro_batch_size,
     )

@@ -198,6 +198,8 @@ class ResolvedConfig:
         The value of `zero_force_ds_cpu_optimizer` in the config, `None` if it is unset.
     reshard_after_micro_batch : `Union[bool, str]`
         "auto" if it depends on the free memory. `True` at stages other than 3.
+    reshard_in_evaluation : `Union[bool, str]`
+        The same for forward passes of an evaluation.
     torch_compile : `Dict[str, Any]`, optional
         The arguments of `torch.compile`, `None` if nothing is compiled.
     finds_micro_batch_size : `bool`, optional (default = `False`)
@@ -214,6 +216,7 @@ class ResolvedConfig:
     offload_device: str
     forces_cpu_optimizer: Optional[bool]
     reshard_after_micro_batch: Union[bool, str]
+    reshard_in_evaluation: Union[bool, str]
     torch_compile: Optional[Dict[str, Any]]
     finds_micro_batch_size: bool = False
 

@@ -151,6 +151,36 @@ def defer_resharding(parameters: List[torch.nn.Parameter]) -> Iterator[None]:
                 parameter.partition()
 
 
+@contextmanager
+def gathered(engine: DeepSpeedEngine) -> Iterator[None]:
+    """
+    Context manager in which all parameters are gathered, and forward passes neither gather nor
+    release any: they don't communicate, and ranks may run different ones. Every rank must enter it,
+    between steps. Other code may not write weights in it.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+        An engine at stage 3.
+    """
+    offload: Any = engine.optimizer.parameter_offload
+    parameters = list(filter(internals.is_sharded, engine.module.parameters()))
+    with (
+        defer_resharding(parameters),
+        patch_gathered_parameters(),
+        internals.without_module_hooks(offload),
+    ):
+        # One without a recorded order prefetches nothing.
+        coordinator = internals.new_coordinator(offload)
+        users = [set(internals.active_modules(parameter)) for parameter in parameters]
+        for module in engine.module.modules():
+            if "ds_id" in vars(module):  # those in a leaf module have none
+                coordinator.fetch_sub_module(module, forward=True)
+        for parameter, users_before in zip(parameters, users):
+            internals.active_modules(parameter).intersection_update(users_before)
+        yield
+
+
 def clear_active_modules(engine: DeepSpeedEngine) -> None:
     """
     Marks all parameters as unused after an exception has ended a pass. Not a collective.

@@ -7,7 +7,8 @@ that the attribute exists.
 """
 
 import inspect
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
+from contextlib import contextmanager
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Set, Tuple
 from unittest import mock
 
 import deepspeed
@@ -308,6 +309,31 @@ def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
         fast_sharding_for_leaf_module=offload.fast_sharding_for_leaf_module,
         log_trace_cache_warnings=offload.log_trace_cache_warnings,
     )
+
+
+@contextmanager
+def without_module_hooks(offload: Any) -> Iterator[None]:
+    """
+    Context manager in which the hooks do nothing by which stage 3 gathers parameters before a
+    module is called, and releases them afterwards.
+    """
+    names = ("forward_hooks", "backward_hooks")
+    handles = [handle for name in names for handle in _read(offload, name)]
+    handles.append(_read(offload, "fwd_pre_hook"))
+    hooks = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+    # Replaced and not removed, so that they keep their places among the hooks of others.
+    replaced = [hooks_of_module[i] for hooks_of_module, i in hooks]
+    for hooks_of_module, i in hooks:
+        hooks_of_module[i] = _do_nothing
+    try:
+        yield
+    finally:
+        for (hooks_of_module, i), hook in zip(hooks, replaced):
+            hooks_of_module[i] = hook
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 def leaf_module_hooks(zero_optimizer: Any) -> List[Any]:

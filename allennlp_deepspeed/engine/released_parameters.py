@@ -121,6 +121,22 @@ def track_released_parameters() -> Iterator[None]:
 
 
 @contextmanager
+def call_before_release(function: Callable[[Any], None]) -> Iterator[None]:
+    """
+    Context manager in which `function` is called with each parameter that DeepSpeed is about to
+    release. It affects the full process.
+    """
+    release = partition_parameters.free_param
+
+    def call_and_release(parameter: Any) -> None:
+        function(parameter)
+        release(parameter)
+
+    with internals.replace_attributes(partition_parameters, free_param=call_and_release):
+        yield
+
+
+@contextmanager
 def refuse_access_to_released(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     Context manager in which any use of the elements of a released parameter raises a `RuntimeError`

@@ -1,12 +1,13 @@
 import logging
 import operator
-from typing import Any, List, NoReturn, Optional, Tuple
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NoReturn, Optional, Tuple
 
 import torch
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_comm_dtype
 from allennlp_deepspeed.engine import collectives, internals
-from allennlp_deepspeed.engine.released_parameters import access_allowed
+from allennlp_deepspeed.engine.released_parameters import access_allowed, call_before_release
 from allennlp_deepspeed.engine.shards import Fragment, Shards
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,11 @@ class WeightChangeDetector:
         self.is_due_each_step = not is_partitioned and any(len(g) == 1 for g in shards.groups)
         """Whether each step is to call `snapshot` when it ends."""
         self.is_due = True
-        """Whether the next step is to call `check` and `compare_before_step`."""
+        """Whether `step` checks the next step, which is to call `compare_before_step`."""
         self._is_first_in_epoch = True
+        # Parameters that this step hasn't released yet, by which it may lose a change.
+        self._releases_parameters = is_partitioned and not engine.zero_quantized_weights()
+        self._unreleased: Dict[Any, str] = {}
         # Whether each parameter differed, on the device until the next synchronization.
         self._differences: List[Tuple[str, torch.Tensor]] = []
         # The first parameter with a detected change.
@@ -84,6 +88,29 @@ class WeightChangeDetector:
                 if parameter.requires_grad or version_of_partition == before[1]:
                     self._found = self._found or name
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """
+        Context manager for the forward and backward passes of a step. If a check is due, it calls
+        `check`, and stage 3 compares each parameter when it first releases it: what a forward pass
+        has written through `.data` is gone then.
+        """
+        if not self.is_due:
+            yield
+            return
+        self.check()
+        if not self._releases_parameters:
+            yield
+            return
+        self._unreleased = {parameter: name for name, parameter in self._named_parameters}
+        with call_before_release(self._compare_before_release):
+            yield
+
+    def _compare_before_release(self, parameter: Any) -> None:
+        name = self._unreleased.pop(parameter, None)
+        if name is not None:
+            self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
+
     def compare_before_step(self) -> None:
         """Compares weights before the optimizer step, without synchronizing with the device."""
         self._compare(includes_offloaded=self._is_first_in_epoch)
@@ -91,13 +118,16 @@ class WeightChangeDetector:
 
     def _compare(self, includes_offloaded: bool) -> None:
         for name, parameter in self._named_parameters:
-            fragment = self._fragments.get(parameter)
-            if fragment is None:
-                continue
-            if includes_offloaded or fragment.master.device == parameter.device:
-                difference = _difference(parameter, fragment)
-                if difference is not None:
-                    self._differences.append((name, difference))
+            self._compare_parameter(name, parameter, includes_offloaded)
+
+    def _compare_parameter(self, name: str, parameter: Any, includes_offloaded: bool) -> None:
+        fragment = self._fragments.get(parameter)
+        if fragment is None:
+            return
+        if includes_offloaded or fragment.master.device == parameter.device:
+            difference = _difference(parameter, fragment)
+            if difference is not None:
+                self._differences.append((name, difference))
 
     def has_detected(self) -> bool:
         """Returns whether this rank has detected a change. It synchronizes with the device."""
@@ -116,8 +146,9 @@ class WeightChangeDetector:
         where = " on another rank" if found is None else ""
         raise RuntimeError(
             f"{changed} was changed outside the optimizer{where}. The optimizer updates master "
-            "weights, and its next step would undo the change. Make it within `with "
-            "trainer.modified_weights():`, on every rank."
+            "weights, and its next step would undo the change. Make it in a callback, within `with "
+            "trainer.modified_weights():`, on every rank. In a forward pass, compute with a changed "
+            "copy instead: `torch.clamp(weight, max=4.6)` for `weight.data.clamp_(max=4.6)`."
         )
 
     def warn_if_changed(self) -> None:

@@ -1,4 +1,4 @@
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -109,17 +109,15 @@ class GradientStep:
         self.num_accumulation_steps = num_accumulation_steps
         self._num_micro_batches = 0
         self._requires_grad_detector.check()
-        if self._weight_change_detector.is_due:
-            self._weight_change_detector.check()
         if self._loss_weights is not None:
             self._weights = self._loss_weights.compute(
                 batches, num_accumulation_steps, num_dummy_batches
             )
         self._gradient_synchronizer.start_step()
-        if self.reshard_after_micro_batch is None:
-            yield
-            return
-        with self.reshard_after_micro_batch.step():
+        with ExitStack() as step:
+            step.enter_context(self._weight_change_detector.step())
+            if self.reshard_after_micro_batch is not None:
+                step.enter_context(self.reshard_after_micro_batch.step())
             yield
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:

@@ -53,7 +53,7 @@ class DeepSpeedTrainModel(TrainModel):
             # Every rank evaluates the full test set in the same batches, so that sharded weights
             # are gathered for each batch, and any metric is that of a single process: AllenNLP's
             # own distributed evaluation leaves out instances and averages over other batches.
-            with as_single_process():
+            with self.trainer.evaluation(), as_single_process():  # type: ignore[attr-defined]
                 test_metrics = evaluate(
                     self.model,
                     self.evaluation_data_loader,

@@ -97,6 +97,7 @@ from allennlp_deepspeed.training.construction import (
 from allennlp_deepspeed.training.even_batches import with_even_batches
 from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.fixed_attributes import check_assignment, check_trainer
+from allennlp_deepspeed.training.gathered_evaluation import GatheredEvaluation
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
@@ -272,6 +273,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
             self._buffer_broadcast = BufferBroadcast(self.model, self.cuda_device)
             self._loss_of_validation = ValidationLoss(model)
+            self._gathered_evaluation = GatheredEvaluation(
+                self.engine, wrapped_model.config.reshard_in_evaluation
+            )
             self._gradient_synchronization = gradient_synchronization
             if wrapped_model.config.zero_stage == 3:
                 # The directory of memory-mapped full weights, which may not fit into memory.
@@ -649,6 +653,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             )
             self._extensions.start_step([batch])
             self._loss_of_validation.count_tokens(batch)
+            self._gathered_evaluation.start_batch()
         batch = self._prepare_batch(batch)
         if for_training:
             self._progress.num_forward_passes += torch.is_grad_enabled()
@@ -1033,6 +1038,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             yield
 
     @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """
+        Context manager for forward passes of a callback that evaluates or generates. At ZeRO stage
+        3 the parameters are gathered once for all of them, as in validation, unless
+        `"reshard_after_micro_batch"` or the free memory prevents it. Every rank must enter it,
+        between steps.
+        """
+        with self._gathered_evaluation.evaluation():
+            self._gathered_evaluation.start_batch()
+            yield
+
+    @contextmanager
     def modified_weights(self, which: ParameterSelection = None) -> Iterator[None]:
         """
         Context manager for callbacks that change weights outside the optimizer. In it the model's
@@ -1069,6 +1086,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `ConfigurationError`
             If frozen parameters were changed that are left out of checkpoints or the archive.
         """
+        self._gathered_evaluation.reshard()
         self._weight_change_detector.raise_if_changed()
         try:
             with modified_weights(self.engine, which, self._left_out()):

@@ -239,6 +239,39 @@ def _error_of_training(trainer: Any) -> str:
     return str(error.value)
 
 
+class Scaled(Model):
+    """Clamps its scale in each forward pass, as CLIP does."""
+
+    def __init__(self, clamp: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        super().__init__(Vocabulary())
+        self.layer = nn.Linear(5, 3)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        self._clamp = clamp
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": (self.layer(x) * self._clamp(self.logit_scale)).square().mean()}
+
+
+def _clamp_scale_in_place(scale: nn.Parameter) -> torch.Tensor:
+    scale.data.clamp_(max=1.0)
+    return scale
+
+
+def _clamp_copy(scale: nn.Parameter) -> torch.Tensor:
+    return torch.clamp(scale, max=1.0)
+
+
+@pytest.mark.parametrize("stage, world_size", [(1, 1), (2, 2), (3, 1), (3, 2)])
+def test_clamping_in_a_forward_pass_is_an_error_with_what_to_write_there(
+    stage: int, world_size: int, expect_message: Callable[[str], None]
+):
+    side = Side(lambda: Scaled(_clamp_scale_in_place), _vectors, stage, world_size)
+    messages = side.on_all_ranks(_error_of_training)
+    expect_message(messages[0])  # rank 0 has the number, or its shard
+    same = [Side(lambda: Scaled(_clamp_copy), _vectors, each, world_size) for each in (stage, None)]
+    assert_same_weights(*(side.train() for side in same))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_change_on_one_rank_is_an_error_on_all(stage: int):
     side = Side(
