@@ -147,8 +147,9 @@ class WeightChangeDetector:
         raise RuntimeError(
             f"{changed} was changed outside the optimizer{where}. The optimizer updates master "
             "weights, and its next step would undo the change. Make it in a callback, within `with "
-            "trainer.modified_weights():`, on every rank. In a forward pass, compute with a changed "
-            "copy instead: `torch.clamp(weight, max=4.6)` for `weight.data.clamp_(max=4.6)`."
+            "trainer.modified_weights():`, on every rank. In a forward pass, compute with a "
+            "changed copy instead: `torch.clamp(weight, max=4.6)` for "
+            "`weight.data.clamp_(max=4.6)`."
         )
 
     def warn_if_changed(self) -> None:

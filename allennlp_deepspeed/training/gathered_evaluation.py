@@ -78,7 +78,7 @@ class GatheredEvaluation:
         has_memory = needed <= free // 2
         if dist.get_rank() == 0 and not self._has_logged:
             logger.info(
-                "Evaluations gather parameters %s: gathered they need %d bytes, and \"auto\" uses "
+                'Evaluations gather parameters %s: gathered they need %d bytes, and "auto" uses '
                 "up to half of the %d bytes that are free on every rank "
                 "('trainer.reshard_after_micro_batch').",
                 "once" if has_memory else "for each call of a module",
