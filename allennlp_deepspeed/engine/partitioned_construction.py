@@ -302,12 +302,13 @@ class PartitionedConstruction:
     def _to_device(self, parameter: Parameter) -> None:
         """
         Copies a parameter to the device, because it may be mapped from a file and is about to be
-        written to.
+        written to. An engine in fp32 casts nothing, such as frozen weights in half precision under
+        adapters or in float64.
         """
-        is_kept = not parameter.is_floating_point() or self._is_kept_in_half_precision(parameter)
+        is_cast = parameter.is_floating_point() and self._dtype != torch.float32
         parameter.data = parameter.data.to(
             self._device,
-            None if is_kept else self._dtype,
+            self._dtype if is_cast else None,
             copy=True,
             memory_format=torch.contiguous_format,
         )

@@ -51,7 +51,11 @@ def describe(error: BaseException, section: str = "") -> List[str]:
                 f"{prefix}{as_json(name)} is neither a directory nor a model that the hub's cache "
                 f"has, or can be downloaded: {shortened(error).splitlines()[0]}"
             ]
-    return explain(error, section) or [f"{prefix}{shortened(error)}"]
+    lines = explain(error, section)
+    if lines is None and isinstance(error, ConfigurationError) and error.__cause__ is not None:
+        # Some callers say which section it was.
+        lines = explain(error.__cause__, section)
+    return lines or [f"{prefix}{shortened(error)}"]
 
 
 def _loads_transformer(frame: FrameType) -> bool:

@@ -557,12 +557,12 @@ def test_trainable_parameters_of_other_types_are_refused(
     expect_message(Side(lambda: Layers(add), _vectors, stage, world_size).refusal())
 
 
-@pytest.mark.parametrize("add", [_one_double, _complex])
+@pytest.mark.parametrize("add", [_one_double, _complex, _doubles])
 def test_trainable_parameters_of_other_types_are_refused_when_constructed_partitioned(
     add: Callable[[Layers], None],
 ):
     side = Side(lambda: Layers(add), _vectors, 3, is_constructed_partitioned=True)
-    names = {_one_double: "double_scale", _complex: "phases"}
+    names = {_one_double: "double_scale", _complex: "phases", _doubles: "encoder.weight"}
     assert f"The parameter '{names[add]}'" in side.refusal()
 
 
@@ -587,11 +587,23 @@ def _frozen(model: Layers) -> None:
     model.penalty = penalty
 
 
-@pytest.mark.parametrize("stage, world_size", STAGES)
+@pytest.mark.parametrize(
+    "stage, world_size, is_constructed_partitioned",
+    [(*each, False) for each in STAGES] + [(3, 1, True), (3, 2, True)],
+)
 def test_frozen_parameters_of_other_types_are_as_they_were(
-    tmp_path: Path, stage: int, world_size: int
+    tmp_path: Path, stage: int, world_size: int, is_constructed_partitioned: bool
 ):
-    sides = [Side(lambda: Layers(_frozen), _vectors, each, world_size) for each in (stage, None)]
+    sides = [
+        Side(
+            lambda: Layers(_frozen),
+            _vectors,
+            each,
+            world_size,
+            is_constructed_partitioned=is_constructed_partitioned and each is not None,
+        )
+        for each in (stage, None)
+    ]
     actual, expected = (side.train(tmp_path / str(side.stage)) for side in sides)
     assert_same_weights(actual, expected)
     archived = torch.load(tmp_path / str(stage) / "best.th")
