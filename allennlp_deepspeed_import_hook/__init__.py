@@ -25,11 +25,13 @@ ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
 # Context managers in `shims`, by the module of AllenNLP, or of its library of models, that is run
 # within them.
+_EMBEDDERS = "allennlp.modules.token_embedders"
 _READERS = "allennlp_models.structured_prediction.dataset_readers"
 _SHIMS = {
     "allennlp": "uncompared_signatures",
     "allennlp.common.cached_transformers": "former_transformers",
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
+    f"{_EMBEDDERS}.pretrained_transformer_embedder": "gradient_checkpointing_of_today",
     "allennlp.modules.transformer.transformer_module": "weights_of_today",
     "allennlp.training.optimizers": "former_adamw",
     "allennlp_models.generation.models.bart": "former_cache_of_bart",

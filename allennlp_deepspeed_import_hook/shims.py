@@ -187,6 +187,63 @@ def build_inputs_with_special_tokens(
 
 
 @contextmanager
+def gradient_checkpointing_of_today(module: ModuleType) -> Iterator[None]:
+    """
+    Enables gradient checkpointing of the transformer whose embedder has `gradient_checkpointing`.
+
+    Works around AllenNLP 2.10.1: "pretrained_transformer" and "pretrained_transformer_mismatched"
+    set `gradient_checkpointing` in the config of a transformer that has been built. transformers
+    reads it while it builds one, so that nothing is recomputed. Gone when fewer elements are saved
+    for the backward pass with it than without.
+    """
+    yield
+    embedder = module.PretrainedTransformerEmbedder  # type: ignore[attr-defined]
+    construct = embedder.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Where the transformer is loaded, because the embedder may keep only a part of it.
+        from allennlp.common import cached_transformers
+
+        get = _checkpointing(cached_transformers.get, kwargs.get("gradient_checkpointing"))
+        with mock.patch.object(cached_transformers, "get", get):
+            construct(self, *args, **kwargs)
+
+    embedder.__init__ = __init__
+
+
+def _checkpointing(get: Callable[..., Any], is_wanted: Optional[bool]) -> Callable[..., Any]:
+    def get_transformer(*args: Any, **kwargs: Any) -> Any:
+        transformer = get(*args, **kwargs)
+        if is_wanted is not None:
+            _set_gradient_checkpointing(transformer, is_wanted)
+        return transformer
+
+    return get_transformer
+
+
+def _set_gradient_checkpointing(transformer: Any, is_wanted: bool) -> None:
+    from allennlp.common.checks import ConfigurationError
+
+    if not transformer.supports_gradient_checkpointing:
+        if is_wanted:
+            raise ConfigurationError(
+                f"'gradient_checkpointing' of a token embedder can't be true: "
+                f"{type(transformer).__name__} has no layers that transformers can checkpoint. "
+                "Remove it, or name modules in 'trainer.activation_checkpointing'."
+            )
+        return
+    # Former versions of transformers 5 have the second name only.
+    kind = "activation" if hasattr(transformer, "activation_checkpointing_enable") else "gradient"
+    if not is_wanted:
+        getattr(transformer, f"{kind}_checkpointing_disable")()
+        return
+    getattr(transformer, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+    # Only reentrant checkpoints need it, and it lets activations of a frozen transformer be saved.
+    transformer.disable_input_require_grads()
+
+
+@contextmanager
 def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
     Makes the modules of `allennlp.modules.transformer`, which look for `pytorch_model.bin` only,
