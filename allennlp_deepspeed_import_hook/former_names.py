@@ -1,8 +1,8 @@
 """
 Names that transformers has moved or removed since AllenNLP 2.10.1, in their former modules.
 
-They are there once AllenNLP reads data. What has only moved is found under its former name. For what
-is gone, the `ImportError` says what to write.
+They are there once `allennlp.data` is imported. What has only moved is found under its former name.
+For what is gone, the `ImportError` says what to write.
 
 Works around AllenNLP 2.10.1: projects of its time import names of transformers 4, and of version 3,
 that transformers 5 has elsewhere. Gone when `transformers.generation_utils` and
@@ -136,7 +136,9 @@ class _FormerModules:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
         today = _name_of_today(name) if name.startswith("transformers.") else None
-        return today and importlib.util.spec_from_loader(name, _Loader(today))
+        if today is None:
+            return None
+        return importlib.util.spec_from_loader(name, _Loader(today))  # type: ignore[arg-type]
 
 
 class _Loader:

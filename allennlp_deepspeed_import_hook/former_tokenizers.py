@@ -46,7 +46,8 @@ def restore() -> None:
         setattr(base, method.__name__, method)
     # Those written in Python have methods of these names, which truncate differently.
     for cls in (base, transformers.PythonBackend):
-        cls.prepare_for_model, cls.truncate_sequences = prepare_for_model, truncate_sequences
+        cls.prepare_for_model = prepare_for_model  # type: ignore[method-assign]
+        cls.truncate_sequences = truncate_sequences  # type: ignore[method-assign]
     base.__init__ = _with_former_settings(base.__init__)
     base.get_special_tokens_mask = _of_any_sequence(base.get_special_tokens_mask)
     base.__call__ = _with_former_arguments(base.__call__)
