@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# Context managers in `shims`, by the module of AllenNLP, or of its library of models, that is run
-# within them.
+# Context managers in `shims`, by the module that is run within them: of AllenNLP, of its library of
+# models, and of transformers, which `former_names` adds.
+_EMBEDDERS = "allennlp.modules.token_embedders"
 _READERS = "allennlp_models.structured_prediction.dataset_readers"
-_SHIMS = {
+SHIMS = {
     "allennlp": "uncompared_signatures",
     "allennlp.common.cached_transformers": "former_transformers",
+    # AllenNLP's only module that imports transformers whenever AllenNLP reads data.
+    "allennlp.data.vocabulary": "former_tokenizers",
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
     "allennlp.data.dataset_readers.dataset_reader": "ranks_in_spawned_loader_workers",
+    f"{_EMBEDDERS}.pretrained_transformer_embedder": "late_settings_of_transformers",
     "allennlp.modules.transformer.transformer_module": "weights_of_today",
     "allennlp.training.optimizers": "former_adamw",
     "allennlp_models.generation.models.bart": "former_cache_of_bart",
@@ -47,7 +51,7 @@ class _Finder:
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
         if name == "allennlp":
             _start_fork_server()
-        if name not in _SHIMS:
+        if name not in SHIMS:
             return None
         for finder in sys.meta_path:
             spec = None if finder is _Finder else finder.find_spec(name, path, target)
@@ -74,7 +78,7 @@ def _wrap(spec: ModuleSpec) -> None:
     def exec_module(module: ModuleType) -> None:
         from allennlp_deepspeed_import_hook import shims
 
-        with getattr(shims, _SHIMS[spec.name])(module):
+        with getattr(shims, SHIMS[spec.name])(module):
             run(module)
 
     loader.exec_module = exec_module

@@ -77,35 +77,31 @@ class RemovedHubClass:
 @contextmanager
 def former_transformers(module: ModuleType) -> Iterator[None]:
     """
-    Restores the behaviour of transformers 4 that AllenNLP relies on: models are loaded in fp32
-    unless `transformer_kwargs` sets a type, and can be re-initialized; a tokenizer can be loaded
-    with `add_special_tokens`, which has never had an effect there, because AllenNLP passes it again
-    with each text; and tokenizers have their former methods. `batch_encode_plus` is for AllenNLP's
-    tests and similar code.
-
-    transformers 5 refuses `add_special_tokens` when a tokenizer is loaded, has no `encode_plus` and
-    no `build_inputs_with_special_tokens`, loads models in the type of the file, and its
+    Restores how transformers 4 loaded models: in fp32 unless `transformer_kwargs` sets a type, and
+    so that they can be re-initialized. transformers 5 loads them in the type of the file, and its
     `_init_weights` skips weights that have been loaded.
     """
-    import transformers
+    yield
+    module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
+
+
+@contextmanager
+def former_tokenizers(module: ModuleType) -> Iterator[None]:
+    """Restores what tokenizers, and modules of transformers, had in version 4."""
+    from allennlp_deepspeed_import_hook import former_names, former_tokenizers
 
     yield
-    module.get_tokenizer = _without_argument(module.get_tokenizer)  # type: ignore[attr-defined]
-    module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
-    base = transformers.PreTrainedTokenizerBase
-    for former in (encode_plus, batch_encode_plus, build_inputs_with_special_tokens):
-        if not hasattr(base, former.__name__):
-            setattr(base, former.__name__, former)
+    former_tokenizers.restore()
+    former_names.restore()
 
 
-def _without_argument(get_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(get_tokenizer)
-    def get_tokenizer_without_argument(
-        model_name: str, add_special_tokens: Any = None, **kwargs: Any
-    ) -> Any:
-        return get_tokenizer(model_name, **kwargs)
+@contextmanager
+def former_names(module: ModuleType) -> Iterator[None]:
+    """Adds the names that a module of transformers had."""
+    from allennlp_deepspeed_import_hook import former_names
 
-    return get_tokenizer_without_argument
+    yield
+    former_names.add_to(module)
 
 
 class AutoModelInFp32:
@@ -138,53 +134,66 @@ class AutoModelInFp32:
         return transformers.AutoModel.from_config(config, **{"dtype": torch.float32, **kwargs})
 
 
-def encode_plus(self: Any, text: str, *args: Any, **kwargs: Any) -> Any:
+@contextmanager
+def late_settings_of_transformers(module: ModuleType) -> Iterator[None]:
     """
-    Calls the tokenizer with a text, as `encode_plus` did. A list is refused, because it would be
-    taken for several texts.
+    Applies what a token embedder sets in the config of a transformer that has been built.
+
+    Works around AllenNLP 2.10.1: with `gradient_checkpointing`, "pretrained_transformer" and
+    "pretrained_transformer_mismatched" recompute nothing, because transformers reads this key of
+    the config while it builds a transformer. With `"last_layer_only": false` and a `sub_module`
+    that has a copy of the config, as T5's, there are no hidden states. Gone when fewer elements are
+    saved for the backward pass with the former, and the latter works.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"It takes a text, and not {type(text).__name__}: call the tokenizer.")
-    return self(text, *args, **kwargs)
+    yield
+    embedder = module.PretrainedTransformerEmbedder  # type: ignore[attr-defined]
+    construct = embedder.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Where the transformer is loaded, because the embedder may keep only a part of it.
+        from allennlp.common import cached_transformers
+
+        get = _checkpointing(cached_transformers.get, kwargs.get("gradient_checkpointing"))
+        with mock.patch.object(cached_transformers, "get", get):
+            construct(self, *args, **kwargs)
+        if self.config.output_hidden_states and hasattr(self.transformer_model, "config"):
+            self.transformer_model.config.output_hidden_states = True
+
+    embedder.__init__ = __init__
 
 
-def batch_encode_plus(self: Any, batch: List[Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls the tokenizer with several texts or pairs of texts."""
-    return self(batch, *args, **kwargs)
+def _checkpointing(get: Callable[..., Any], argument: Optional[bool]) -> Callable[..., Any]:
+    def get_transformer(*args: Any, gradient_checkpointing: Any = None, **kwargs: Any) -> Any:
+        # The former also as a part of `transformer_kwargs`.
+        is_wanted = gradient_checkpointing if argument is None else argument
+        transformer = get(*args, **kwargs)
+        if is_wanted is not None:
+            _set_gradient_checkpointing(transformer, is_wanted)
+        return transformer
+
+    return get_transformer
 
 
-def build_inputs_with_special_tokens(
-    self: Any, token_ids_0: List[int], token_ids_1: Optional[List[int]] = None
-) -> List[int]:
-    """
-    Adds the special tokens that a tokenizer puts around any text, or around and between any two.
+def _set_gradient_checkpointing(transformer: Any, is_wanted: bool) -> None:
+    from allennlp.common.checks import ConfigurationError
 
-    # Parameters
-
-    token_ids_0 : `List[int]`, required.
-    token_ids_1 : `List[int]`, optional (default = `None`)
-
-    # Returns
-
-    `List[int]`
-        The tokens of both, with special tokens.
-
-    # Raises
-
-    `ValueError`
-        If the tokenizer has no tokens for the example texts.
-    """
-    texts = {0: token_ids_0} if token_ids_1 is None else {0: token_ids_0, 1: token_ids_1}
-    example = self(*["a", "b"][: len(texts)])
-    tokens: List[int] = []
-    for token, which in zip(example["input_ids"], example.sequence_ids(0)):
-        if which is None:
-            tokens.append(token)
-        else:
-            tokens += texts.pop(which, [])
-    if texts:
-        raise ValueError(f"{type(self).__name__} has no tokens for 'a' or 'b'.")
-    return tokens
+    if not transformer.supports_gradient_checkpointing:
+        if is_wanted:
+            raise ConfigurationError(
+                f"'gradient_checkpointing' of a token embedder can't be true: "
+                f"{type(transformer).__name__} has no layers that transformers can checkpoint. "
+                "Remove it, or name modules in 'trainer.activation_checkpointing'."
+            )
+        return
+    # Former versions of transformers 5 have the second name only.
+    kind = "activation" if hasattr(transformer, "activation_checkpointing_enable") else "gradient"
+    if not is_wanted:
+        getattr(transformer, f"{kind}_checkpointing_disable")()
+        return
+    getattr(transformer, f"{kind}_checkpointing_enable")({"use_reentrant": False})
+    # Only reentrant checkpoints need it, and it lets activations of a frozen transformer be saved.
+    transformer.disable_input_require_grads()
 
 
 @contextmanager

@@ -2,16 +2,24 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 from unittest import mock
 
 import pytest
 import torch
 from allennlp.common import Params, cached_transformers
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules import TokenEmbedder
-from transformers import PreTrainedModel
+from transformers import (
+    BertTokenizerFast,
+    PreTrainedModel,
+    T5Config,
+    T5Model,
+    XLNetConfig,
+    XLNetModel,
+)
 
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import assert_same_weights
@@ -144,3 +152,89 @@ def test_weights_in_another_precision_than_the_engines_are_refused(bert: str) ->
         (quantized, "'embedder.transformer_model' are quantized"),
     ):
         assert message in Side(model, id_batches, 3).refusal()
+
+
+class Checkpointed(Classifier):
+    """Dropout as it is, which is drawn again in the backward pass."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(1)
+        super().__init__(TokenEmbedder.from_params(Params({"type": PLAIN, **settings})))
+        transformer_of(self).pooler.requires_grad_(False)  # is not used
+
+
+def elements_saved_for_backward(embedder: TokenEmbedder, *inputs: torch.Tensor) -> int:
+    saved: List[int] = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        embedder.train()(*inputs)
+    return sum(saved)
+
+
+IDS, MASK = torch.arange(5, 29).view(2, 12), torch.ones(2, 12, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("last_layer_only", [True, False])
+@pytest.mark.parametrize("kind", [PLAIN, MISMATCHED])
+def test_gradient_checkpointing_saves_less_for_backward(
+    bert: str, kind: str, last_layer_only: bool
+) -> None:
+    offsets = torch.stack([torch.arange(12)] * 2, dim=-1).expand(2, 12, 2)
+    inputs = (IDS, MASK) if kind == PLAIN else (IDS, MASK, offsets, MASK)
+
+    def saved(**arguments: Any) -> int:
+        arguments["last_layer_only"] = last_layer_only
+        return elements_saved_for_backward(embedder(bert, kind, **arguments), *inputs)
+
+    unset = saved()
+    assert saved(gradient_checkpointing=False) == unset
+    assert saved(gradient_checkpointing=True) < unset / 3
+    assert saved(transformer_kwargs={"gradient_checkpointing": True}) < unset / 3
+    # The copy of a cached transformer has its own setting.
+    assert saved() == unset
+
+
+def test_checkpointing_a_frozen_transformer_leaves_it_without_a_graph(bert: str) -> None:
+    frozen = embedder(bert, train_parameters=False, gradient_checkpointing=True).train()
+    assert not frozen(IDS, MASK).requires_grad
+
+
+@pytest.mark.parametrize("stage, world_size", [(None, 1), (2, 2), (3, 1), (3, 2)])
+def test_gradient_checkpointing_gives_the_same_weights(
+    bert: str, stage: Any, world_size: int
+) -> None:
+    def side(is_checkpointed: bool, stage: Any) -> Side:
+        return Side(
+            lambda: Checkpointed(model_name=bert, gradient_checkpointing=is_checkpointed),
+            id_batches,
+            stage,
+            world_size=world_size,
+            optimizer=SGD,
+            is_constructed_partitioned=stage == 3,
+        )
+
+    assert_same_weights(side(True, stage).train(), side(False, None).train())
+
+
+def test_a_transformer_that_cannot_be_checkpointed_is_refused(
+    tmp_path: Path, bert: str, expect_message: Callable[[str], None]
+) -> None:
+    sizes = {"vocab_size": 60, "d_model": 8, "n_layer": 1, "n_head": 1, "d_inner": 8}
+    XLNetModel(XLNetConfig(**sizes)).save_pretrained(tmp_path)
+    BertTokenizerFast.from_pretrained(bert).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError) as error:
+        embedder(str(tmp_path), gradient_checkpointing=True)
+    expect_message(str(error.value))
+
+
+def test_all_layers_of_an_encoder_with_its_own_config(tmp_path: Path, bert: str) -> None:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2}
+    T5Model(T5Config(vocab_size=60, **sizes)).save_pretrained(tmp_path)
+    BertTokenizerFast.from_pretrained(bert).save_pretrained(tmp_path)
+    arguments = {"sub_module": "encoder", "last_layer_only": False}
+    plain = embedder(str(tmp_path), **arguments).eval()
+    assert plain(IDS, MASK).shape == (2, 12, 8)

@@ -20,7 +20,7 @@ from allennlp.common import cached_transformers
 from allennlp.modules.transformer import TransformerStack
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, former_adamw, shims
+from allennlp_deepspeed_import_hook import ENVIRONMENT_VARIABLE, former_adamw
 from tests.support import minilm_outputs
 from tests.support.command import REPOSITORY
 
@@ -275,14 +275,14 @@ TEMPLATES = {
 def test_special_tokens_are_those_of_the_tokenizer(kind: str):
     single, pair, expected_single, expected_pair = TEMPLATES[kind]
     tokenizer = _tokenizer(single, pair)
-    assert shims.build_inputs_with_special_tokens(tokenizer, [1, 2]) == expected_single
-    assert shims.build_inputs_with_special_tokens(tokenizer, [1, 2], [3]) == expected_pair
-    assert shims.encode_plus(tokenizer, "b c")["input_ids"] == expected_single
+    assert tokenizer.build_inputs_with_special_tokens([1, 2]) == expected_single
+    assert tokenizer.build_inputs_with_special_tokens([1, 2], [3]) == expected_pair
+    assert tokenizer.encode_plus("b c")["input_ids"] == expected_single
 
 
 def test_special_tokens_alone_where_there_is_no_text():
     single, pair, _, _ = TEMPLATES["bert"]
-    assert shims.build_inputs_with_special_tokens(_tokenizer(single, pair), []) == [4, 5]
+    assert _tokenizer(single, pair).build_inputs_with_special_tokens([]) == [4, 5]
 
 
 def _tokenizer(single: str, pair: str) -> transformers.PreTrainedTokenizerFast:
@@ -341,9 +341,9 @@ def test_layers_are_initialized_anew(bert_in_fp16: str, reinit_modules: Any):
 def test_several_texts_and_pairs_become_tokens():
     single, pair, expected_single, expected_pair = TEMPLATES["bert"]
     tokenizer = _tokenizer(single, pair)
-    texts = shims.batch_encode_plus(tokenizer, ["b c", "b c"])
+    texts = tokenizer.batch_encode_plus(["b c", "b c"])
     assert texts["input_ids"] == [expected_single] * 2
-    pairs = shims.batch_encode_plus(tokenizer, [("b c", "d")])
+    pairs = tokenizer.batch_encode_plus([("b c", "d")])
     assert pairs["input_ids"] == [expected_pair]
 
 

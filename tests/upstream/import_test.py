@@ -3,7 +3,9 @@
 import importlib.util
 import inspect
 import tempfile
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import huggingface_hub
 import transformers
@@ -12,6 +14,7 @@ from allennlp.data import DatasetReader
 from allennlp.data.dataset_readers.dataset_reader import DistributedInfo
 from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
+from allennlp.modules.token_embedders import pretrained_transformer_embedder
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
 from allennlp.training import optimizers
 from overrides.signature import ensure_signature_is_compatible
@@ -19,7 +22,7 @@ from overrides.signature import ensure_signature_is_compatible
 from tests.upstream.unpatched import worked_around_by
 
 # Without these AllenNLP couldn't have been imported here.
-_SHIMS = "allennlp_deepspeed_import_hook.shims"
+_TOKENIZERS = "allennlp_deepspeed_import_hook.former_tokenizers"
 _ADAMW = "allennlp_deepspeed_import_hook.former_adamw"
 
 
@@ -37,11 +40,11 @@ def test_transformers_have_dropped_an_optimizer() -> bool:
     return is_dropped and _mentions(optimizers, "transformers.AdamW")
 
 
-@worked_around_by("shims")
+@worked_around_by("former_tokenizers")
 def test_tokenizers_and_models_have_changed() -> bool:
-    base = transformers.PreTrainedTokenizerBase
+    base: Any = transformers.PreTrainedTokenizerBase
     former = (base.encode_plus, base.build_inputs_with_special_tokens)
-    is_dropped = {method.__module__ for method in former} == {_SHIMS}
+    is_dropped = {method.__module__ for method in former} == {_TOKENIZERS}
     return is_dropped and (
         _mentions(pretrained_transformer_tokenizer, ".encode_plus(")
         and _mentions(pretrained_transformer_indexer, ".build_inputs_with_special_tokens(")
@@ -65,6 +68,25 @@ def test_the_toolkit_finds_no_safetensors() -> bool:
         except Exception:
             return True
     return False
+
+
+@worked_around_by("former_names")
+def test_names_have_moved() -> bool:
+    names = ("transformers.generation_utils", "transformers.modeling_bert")
+    folder = Path(transformers.__file__).parent
+    return not any((folder / f"{name.partition('.')[2]}.py").exists() for name in names)
+
+
+@worked_around_by("shims.late_settings_of_transformers")
+def test_an_embedder_sets_what_is_read_before() -> bool:
+    with tempfile.TemporaryDirectory() as directory:
+        config = transformers.BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9)
+        transformers.BertModel(config).save_pretrained(directory)
+        model = transformers.AutoModel.from_pretrained(directory)
+    model.config.update({"gradient_checkpointing": True})
+    is_without = not model.is_gradient_checkpointing
+    line = 'config.update({"gradient_checkpointing": gradient_checkpointing})'
+    return is_without and _mentions(pretrained_transformer_embedder, line)
 
 
 @worked_around_by("shims.uncompared_signatures")

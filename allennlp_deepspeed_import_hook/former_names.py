@@ -1,0 +1,168 @@
+"""
+Names that transformers has moved or removed since AllenNLP 2.10.1, in their former modules.
+
+They are there once `allennlp.data` is imported. What has only moved is found under its former name.
+For what is gone, the `ImportError` says what to write.
+
+Works around AllenNLP 2.10.1: projects of its time import names of transformers 4, and of version 3,
+that transformers 5 has elsewhere. Gone when `transformers.generation_utils` and
+`transformers.modeling_bert` can be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+# By module and name: the module and the name where it is today.
+_MOVED: Dict[str, Dict[str, str]] = {
+    "transformers": {
+        "AdamW": "allennlp_deepspeed_import_hook.former_adamw:AdamW",
+        "MT5Tokenizer": "transformers:T5Tokenizer",
+    },
+    "transformers.modeling_utils": {
+        name: f"transformers.pytorch_utils:{name}"
+        for name in ("Conv1D", "apply_chunking_to_forward", "prune_linear_layer")
+    },
+    "transformers.models.bert.modeling_bert": {"BertLayerNorm": "torch.nn:LayerNorm"},
+    "transformers.models.bert.tokenization_bert": {
+        name: f"transformers.models.bert.tokenization_bert_legacy:{name}"
+        for name in ("BasicTokenizer", "WordpieceTokenizer", "whitespace_tokenize")
+    },
+    "transformers.models.gpt2.tokenization_gpt2": {
+        "bytes_to_unicode": "transformers.convert_slow_tokenizer:bytes_to_unicode"
+    },
+    "transformers.optimization": {
+        "AdamW": "allennlp_deepspeed_import_hook.former_adamw:AdamW",
+    },
+}
+
+_MOVED_MODULES = {
+    "transformers.deepspeed": "transformers.integrations.deepspeed",
+    "transformers.generation_logits_process": "transformers.generation.logits_process",
+    "transformers.generation_stopping_criteria": "transformers.generation.stopping_criteria",
+    "transformers.generation_utils": "transformers.generation.utils",
+}
+# `transformers.modeling_bert` of version 3, and `transformers.models.bert.tokenization_bert_fast`.
+_OF_A_MODEL = re.compile(
+    r"transformers\.(?:models\.\w+\.)?(?P<kind>configuration|modeling|tokenization)"
+    r"_(?P<model>\w+?)(?:_fast)?"
+)
+
+_COPY = "copy it from transformers 4 into your project"
+# What to write instead of what can't be restored, by name.
+_REMOVED: Dict[str, str] = {
+    "AutoModelWithLMHead": "write AutoModelForCausalLM, AutoModelForMaskedLM or "
+    "AutoModelForSeq2SeqLM",
+    "BeamScorer": "write model.generate(num_beams=...), or AllenNLP's BeamSearch",
+    "InputExample": _COPY,
+    "InputFeatures": _COPY,
+    "LineByLineTextDataset": "read the lines in a DatasetReader",
+    "PoolerEndLogits": _COPY,
+    "SQuADHead": _COPY,
+    "SequenceSummary": "write that of a model, such as models.xlnet.modeling_xlnet."
+    "XLNetSequenceSummary",
+    "SpecialTokensMixin": "write PreTrainedTokenizerBase",
+    "SquadExample": _COPY,
+    "TRANSFORMERS_CACHE": "write huggingface_hub.constants.HF_HUB_CACHE",
+    "TextDataset": "read the lines in a DatasetReader",
+    "TransfoXLModel": "transformers no longer has Transformer-XL",
+    "TransfoXLTokenizer": "transformers no longer has Transformer-XL",
+    "cached_path": "write allennlp.common.file_utils.cached_path",
+    "find_pruneable_heads_and_indices": "heads are no longer pruned: remove what calls it",
+    "glue_compute_metrics": _COPY,
+    "is_tf_available": "TensorFlow is no longer supported: remove the call",
+    "load_tf_weights_in_bert": "convert the checkpoint with transformers 4",
+    "prune_layer": "write transformers.pytorch_utils.prune_linear_layer",
+    "squad_convert_examples_to_features": _COPY,
+    "top_k_top_p_filtering": "write TopKLogitsWarper and TopPLogitsWarper",
+}
+_MODULES_OF_REMOVED = ("transformers.file_utils", "transformers.generation.utils")
+
+
+def restore() -> None:
+    """Adds the names to modules that are imported, or will be."""
+    import transformers
+
+    import allennlp_deepspeed_import_hook as hook
+
+    if _FormerModules in sys.meta_path:
+        return
+    # The last, for modules that no other finder has.
+    sys.meta_path.append(_FormerModules)
+    # Not of the module, which transformers replaces while models are imported.
+    lazy: Any = type(transformers)
+    get = lazy.__getattr__
+    lazy.__getattr__ = lambda self, name: _former(self.__name__, name, functools.partial(get, self))
+    for module_name in (*_MOVED, *_MODULES_OF_REMOVED):
+        if module_name == "transformers":
+            continue
+        if module_name in sys.modules:
+            add_to(sys.modules[module_name])
+        else:
+            hook.SHIMS[module_name] = "former_names"
+
+
+def add_to(module: ModuleType) -> None:
+    """Adds the former names of a module, which are looked up when they are used."""
+    get = vars(module).get("__getattr__", functools.partial(_raise, module.__name__))
+    module.__getattr__ = lambda name: _former(module.__name__, name, get)  # type: ignore[method-assign]
+
+
+def _raise(module_name: str, name: str) -> Any:
+    raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
+
+
+def _former(module_name: str, name: str, get: Callable[[str], Any]) -> Any:
+    if name in _MOVED.get(module_name, {}):
+        today, _, name_of_today = _MOVED[module_name][name].partition(":")
+        return getattr(importlib.import_module(today), name_of_today)
+    if name in _REMOVED and (module_name in _MOVED or module_name in _MODULES_OF_REMOVED):
+        raise ImportError(f"{module_name} no longer has {name}: {_REMOVED[name]}.")
+    return get(name)
+
+
+class _FormerModules:
+    """Finds a module under its former name: it is the module of today."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
+        today = _name_of_today(name) if name.startswith("transformers.") else None
+        if today is None:
+            return None
+        return importlib.util.spec_from_loader(name, _Loader(today))  # type: ignore[arg-type]
+
+
+class _Loader:
+    """Loads the module of today, and leaves it as it is."""
+
+    def __init__(self, today: str) -> None:
+        self._today = importlib.import_module(today)
+        self._spec = self._today.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._today
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+def _name_of_today(name: str) -> Optional[str]:
+    if name in _MOVED_MODULES:
+        return _MOVED_MODULES[name]
+    former = _OF_A_MODEL.fullmatch(name)
+    if former is None:
+        return None
+    today = "transformers.models.{model}.{kind}_{model}".format(**former.groupdict())
+    try:
+        return today if name != today and importlib.util.find_spec(today) else None
+    except ModuleNotFoundError:
+        return None
