@@ -140,7 +140,8 @@ class PartitionedConstruction:
                 raise shared_memory(names[other], names[parameter], "at ZeRO stage 3")
         for module in model.modules():
             for _, parameter in _own_parameters(module):
-                if parameter.requires_grad and self._is_kept_in_half_precision(parameter):
+                is_half = parameter.dtype in _HALF_PRECISION and self._dtype == torch.float32
+                if parameter.requires_grad and is_half:
                     self._mark_used(parameter)
                     parameter.data = parameter.data.float()
             for name, buffer in module._buffers.items():
@@ -245,7 +246,7 @@ class PartitionedConstruction:
             return
         if internals.is_released(parameter):
             parameter.all_gather()
-            is_rounded = parameter.is_floating_point() and self._dtype != torch.float32
+            is_rounded = parameter.dtype == self._dtype
             parameter.data = parameter.data.to("cpu", torch.float32 if is_rounded else None)
             self._unsharded[id(parameter)] = parameter
             self._num_unsharded_elements += parameter.ds_numel
@@ -302,23 +303,20 @@ class PartitionedConstruction:
     def _to_device(self, parameter: Parameter) -> None:
         """
         Copies a parameter to the device, because it may be mapped from a file and is about to be
-        written to. An engine in fp32 casts nothing, such as frozen weights in half precision under
-        adapters or in float64.
+        written to. It is rounded as the engine rounds it: in half precision, and not if the engine
+        refuses it by name.
         """
-        is_cast = parameter.is_floating_point() and self._dtype != torch.float32
+        is_rounded = (
+            self._dtype in _HALF_PRECISION
+            and parameter.is_floating_point()
+            and has_precision(parameter)
+        )
         parameter.data = parameter.data.to(
             self._device,
-            self._dtype if is_cast else None,
+            self._dtype if is_rounded else None,
             copy=True,
             memory_format=torch.contiguous_format,
         )
-
-    def _is_kept_in_half_precision(self, parameter: Parameter) -> bool:
-        """
-        Returns whether the parameter is in half precision and the engine isn't, as frozen weights
-        under adapters are.
-        """
-        return self._dtype == torch.float32 and parameter.dtype in _HALF_PRECISION
 
 
 def _own_parameters(module: Module) -> Iterable[Tuple[str, Parameter]]:

@@ -557,13 +557,29 @@ def test_trainable_parameters_of_other_types_are_refused(
     expect_message(Side(lambda: Layers(add), _vectors, stage, world_size).refusal())
 
 
-@pytest.mark.parametrize("add", [_one_double, _complex, _doubles])
+@pytest.mark.parametrize(
+    "add, name, precision",
+    [
+        (_one_double, "double_scale", "fp32"),
+        (_complex, "phases", "bf16"),
+        (_doubles, "encoder.weight", "fp32"),
+        (_doubles, "encoder.weight", "bf16"),
+    ],
+)
 def test_trainable_parameters_of_other_types_are_refused_when_constructed_partitioned(
-    add: Callable[[Layers], None],
+    add: Callable[[Layers], None], name: str, precision: str
 ):
-    side = Side(lambda: Layers(add), _vectors, 3, is_constructed_partitioned=True)
-    names = {_one_double: "double_scale", _complex: "phases", _doubles: "encoder.weight"}
-    assert f"The parameter '{names[add]}'" in side.refusal()
+    config: Any = {"zero_optimization": {"stage": 3}}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    side = Side(
+        lambda: Layers(add),
+        _vectors,
+        3,
+        is_constructed_partitioned=True,
+        deepspeed_config=config,
+    )
+    assert f"The parameter '{name}'" in side.refusal()
 
 
 FROZEN = {
@@ -582,14 +598,18 @@ def _frozen(model: Layers) -> None:
 
     def penalty(model: Layers, x: torch.Tensor) -> Any:
         scaled = [(x * value).abs().sum().float() for value in model.frozen.values()]
+        scaled.append(model.precise(x.double()).abs().sum().float())
         return torch.stack(scaled).clamp(max=2).mean() * model.encoder.bias.sum().pow(2)
 
     model.penalty = penalty
+    model.precise = nn.Linear(DIM, DIM)
+    model.precise.double().requires_grad_(False)
 
 
 @pytest.mark.parametrize(
     "stage, world_size, is_constructed_partitioned",
-    [(*each, False) for each in STAGES] + [(3, 1, True), (3, 2, True)],
+    [*(pytest.param(*each, False, id="-".join(map(str, each))) for each in STAGES)]
+    + [pytest.param(3, n, True, id=f"3-{n}-constructed partitioned") for n in (1, 2)],
 )
 def test_frozen_parameters_of_other_types_are_as_they_were(
     tmp_path: Path, stage: int, world_size: int, is_constructed_partitioned: bool
@@ -600,7 +620,7 @@ def test_frozen_parameters_of_other_types_are_as_they_were(
             _vectors,
             each,
             world_size,
-            is_constructed_partitioned=is_constructed_partitioned and each is not None,
+            is_constructed_partitioned=is_constructed_partitioned,
         )
         for each in (stage, None)
     ]
