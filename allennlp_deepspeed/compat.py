@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import os
 import sys
 import tarfile
 import uuid
@@ -28,6 +29,8 @@ from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
 )
 from isal import igzip
 from tqdm import tqdm
+
+from allennlp_deepspeed import files
 
 
 def apply() -> None:
@@ -197,7 +200,8 @@ def name_runs_of_wandb() -> None:
 def compress_archives_with_isal() -> None:
     """
     Makes AllenNLP write `model.tar.gz` with ISA-L, which is several times as fast as gzip's fastest
-    level at the same size. AllenNLP's own level is the slowest.
+    level at the same size. AllenNLP's own level is the slowest. The archive gets its name when it
+    is complete and on disk: AllenNLP leaves a part of it there if it is killed.
     """
     archival.tarfile = SimpleNamespace(open=_open_archive)  # type: ignore[attr-defined, assignment]
 
@@ -205,8 +209,20 @@ def compress_archives_with_isal() -> None:
 @contextmanager
 def _open_archive(path: str, mode: str) -> Iterator[tarfile.TarFile]:
     if mode == "w:gz":
-        with igzip.open(path, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-            yield archive
+        unfinished = f"{path}.unfinished"
+        try:
+            with (
+                files.create(unfinished) as compressed,
+                igzip.IGzipFile(path, "wb", fileobj=compressed) as file,
+                tarfile.open(fileobj=file, mode="w") as archive,
+            ):
+                yield archive
+        except BaseException:
+            files.remove(unfinished)
+            raise
+        files.flush(unfinished)
+        files.rename(unfinished, path)
+        files.flush(os.path.dirname(os.path.abspath(path)))
     else:
         with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
             yield archive

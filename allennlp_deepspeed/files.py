@@ -1,18 +1,22 @@
 """
 Implements all file operations of checkpoints, except DeepSpeed's writes into an unfinished
 checkpoint. After a crash, the disk has the results of a prefix of these operations.
+
+A directory may be someone else's: no operation writes through a link that is in it.
 """
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from contextlib import contextmanager, suppress
-from typing import Any, Callable, Iterator
+from typing import IO, Any, Callable, Iterator
 
 import torch
 
-_HASH_CHUNK_SIZE = 4 * 1024 * 1024  # bytes
+_CHUNK_SIZE = 4 * 1024 * 1024  # bytes
 
 
 def _do_nothing(operation: str, path: str) -> None:
@@ -50,10 +54,49 @@ def make_directory(path: str) -> None:
     os.makedirs(path, exist_ok=True)
 
 
+def create(path: str, mode: str = "xb", **kwargs: Any) -> IO[Any]:
+    """
+    Opens a new file for writing. A file of this name is replaced, and not written to: it may be a
+    link to another file.
+
+    # Parameters
+
+    path : `str`, required.
+    mode : `str`, optional (default = `"xb"`)
+        One that begins with "x", which follows no links.
+    kwargs : `Any`
+        Arguments of `open`.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, mode, **kwargs)
+
+
+def open_regular(path: str) -> IO[bytes]:
+    """
+    Opens a file of a directory that may be someone else's for reading.
+
+    # Raises
+
+    `OSError`
+        If it is a link, or something that isn't a file, such as a pipe, which would be waited for.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "Is a symbolic link", path) from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "Is not a file", path)
+
+
 def save(value: Any, path: str) -> None:
     """Calls `torch.save`. The file is not on disk before `flush`."""
     before_operation("save", path)
-    with _add_path_to_errors(path), open(path, "wb") as file:
+    with _add_path_to_errors(path), create(path) as file:
         torch.save(value, file)
 
 
@@ -82,7 +125,7 @@ def empty_memory_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
 def write(text: str, path: str) -> None:
     """Writes a text file. It is not on disk before `flush`."""
     before_operation("write", path)
-    with _add_path_to_errors(path), open(path, "w", encoding="utf-8") as file:
+    with _add_path_to_errors(path), create(path, "x", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -108,21 +151,36 @@ def link(path: str, new_path: str) -> None:
     except FileExistsError:
         raise
     except OSError:
-        shutil.copyfile(path, new_path)
+        _copy_contents(path, new_path)
         flush(new_path)
 
 
 def copy(path: str, new_path: str) -> None:
-    """Copies a file, or a directory with its contents, and flushes the copy to disk."""
-    if os.path.isdir(path):
+    """
+    Copies a file, or a directory with its contents, and flushes the copy to disk.
+
+    # Raises
+
+    `OSError`
+        If it is a link or contains one, or if there is a file of the new name.
+    """
+    if os.path.isdir(path) and not os.path.islink(path):
         make_directory(new_path)
         for name in os.listdir(path):
             copy(os.path.join(path, name), os.path.join(new_path, name))
     else:
         before_operation("copy", new_path)
-        with _add_path_to_errors(new_path):
-            shutil.copyfile(path, new_path)
+        _copy_contents(path, new_path)
     flush(new_path)
+
+
+def _copy_contents(path: str, new_path: str) -> None:
+    with (
+        open_regular(path) as source,
+        _add_path_to_errors(new_path),
+        open(new_path, "xb") as copy,
+    ):
+        shutil.copyfileobj(source, copy, _CHUNK_SIZE)
 
 
 def rename(path: str, new_path: str) -> None:
@@ -153,6 +211,6 @@ def remove(path: str) -> None:
 def sha256(path: str) -> str:
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_HASH_CHUNK_SIZE):
+        while chunk := file.read(_CHUNK_SIZE):
             digest.update(chunk)
     return digest.hexdigest()

@@ -28,6 +28,11 @@ class FrozenRecord(NamedTuple):
         return cls(dtype, hashlib.sha256(contents.numpy().data).hexdigest())
 
     @property
+    def is_valid(self) -> bool:
+        """Returns whether the precision is one of PyTorch's: a file may contain anything."""
+        return isinstance(getattr(torch, self.dtype, None), torch.dtype)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 

@@ -51,7 +51,8 @@ def construct_without_weights(
     # Raises
 
     `ConfigurationError`
-        If the configuration has no model, or data for its vocabulary can't be read.
+        If the configuration has no model, data for its vocabulary can't be read, or one of the two
+        can't be constructed.
     """
     if "model" not in params:
         raise ConfigurationError("The config has no 'model'.")
@@ -72,19 +73,35 @@ def construct_without_weights(
                     type(error).__name__,
                     error,
                 )
-                return _construct(params, vocabulary, directory)
+                with _name_in_errors("model"):
+                    return _construct(params, vocabulary, directory)
+
+
+@contextmanager
+def _name_in_errors(section: str) -> Iterator[None]:
+    """Context manager that names the section of the config if it can't be constructed."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigurationError(
+            f"'{section}' of the config could not be constructed: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _make_vocabulary(params: Params, serialization_dir: str) -> Vocabulary:
-    try:
-        return make_vocab_from_params(params.duplicate(), serialization_dir)
-    except OSError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigurationError(
-            f"The data of the vocabulary could not be read: {reason}. Use an existing vocabulary: "
-            '-o \'{"vocabulary": {"type": "from_files", "directory": "out/vocabulary"}}\', or '
-            '{"type": "empty"} if no layer depends on its size.'
-        ) from error
+    with _name_in_errors("vocabulary"):
+        try:
+            return make_vocab_from_params(params.duplicate(), serialization_dir)
+        except OSError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigurationError(
+                f"The data of the vocabulary could not be read: {reason}. Use an existing "
+                'vocabulary: -o \'{"vocabulary": {"type": "from_files", "directory": '
+                '"out/vocabulary"}}\', or {"type": "empty"} if no layer depends on its size.'
+            ) from error
 
 
 def _construct(params: Params, vocabulary: Vocabulary, serialization_dir: str) -> Model:

@@ -17,7 +17,7 @@ _UNFINISHED = ".unfinished"
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
     r"checkpoint_e\d+_b\d+(\.replaced)?\.(unfinished|removed)$"
-    r"|best\.th\.w\d+\.tmp$|config\.json\.unfinished$|mapped_\w+\.tmp$"
+    r"|best\.th\.w\d+\.tmp$|(config\.json|model\.tar\.gz)\.unfinished$|mapped_\w+\.tmp$"
     r"|token_\w+\.tmp$"
 )
 _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")

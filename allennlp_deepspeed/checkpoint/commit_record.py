@@ -6,17 +6,23 @@ The record is valid from the rename in `CheckpointDirectory.commit` on.
 import hashlib
 import json
 import os
+import posixpath
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
+from allennlp_deepspeed.config.values import is_count
 from allennlp_deepspeed.frozen_weights import FrozenRecord
 
 RECORD_NAME = "commit.json"
 FORMAT_VERSION = 3
 """Version 1 is the format of 0.1, version 2 that of 0.2."""
+
+_MAX_WORLD_SIZE = 2**20  # which can be counted through
+
+_MAX_LISTED = 16  # ranks in a message
 
 
 class CheckpointError(ConfigurationError):
@@ -101,8 +107,8 @@ class CommitRecord:
         """
         path = os.path.join(directory, RECORD_NAME)
         try:
-            with open(path, encoding="utf-8") as file:
-                return cls.from_json(file.read())
+            with files.open_regular(path) as file:
+                return cls.from_json(file.read().decode())
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} is missing: {directory} was not written by this package, or is incomplete."
@@ -111,7 +117,7 @@ class CommitRecord:
             raise CheckpointError(f"{path} could not be read: {error}.") from error
         except _OtherVersionError as error:
             raise CheckpointError(f"{path} has {error}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}.") from error
 
     def write(self, directory: str) -> None:
@@ -127,21 +133,32 @@ class CommitRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "CommitRecord":
-        """Parses the output of `to_json`. Raises an error for any other text."""
+        """
+        Parses the output of `to_json`. Raises an error for any other text, and for values of other
+        types and ranges: a checksum finds damage, not malice.
+        """
         values = json.loads(text)
         checksum = values.pop("sha256", None)
         version = values.get("format_version")
         if version != FORMAT_VERSION:
             raise _OtherVersionError(
-                f"format version {version}, but this version of allennlp-deepspeed reads "
+                f"format version {version!r}, but this version of allennlp-deepspeed reads "
                 f"{FORMAT_VERSION}: resume, or export its weights, with the version that wrote it "
                 f"({values.get('versions')})."
             )
         if checksum != _checksum(values):
             raise ValueError("SHA-256 mismatch")
+        for name, check in _CHECKS.items():
+            if name in values and not check(values[name]):
+                raise ValueError(f"wrong value of '{name}'")
         values["files"] = {k: FileRecord(*v) for k, v in values["files"].items()}
         values["frozen"] = {k: FrozenRecord(*v) for k, v in values["frozen"].items()}
-        return cls(**values)
+        record = cls(**values)
+        if record.hosts and len(record.hosts) != record.world_size:
+            raise ValueError("'hosts' is not a host for each rank")
+        if not set(record.ranks) <= set(range(record.world_size)):
+            raise ValueError("'ranks' are not ranks of 'world_size'")
+        return record
 
     def verify(self, directory: str) -> None:
         """
@@ -188,6 +205,25 @@ class CommitRecord:
         ]
         return [problem for problem in problems if problem is not None]
 
+    def check_files(self, directory: str) -> None:
+        """
+        Checks that every file is there, in `directory` and with its size, without reading it.
+
+        # Raises
+
+        `CheckpointError`
+            If a file is missing, a link or outside of `directory`, or has another size.
+        """
+        for name, record in self.files.items():
+            path = os.path.join(directory, name)
+            if os.path.islink(path) or not _is_inside(directory, name):
+                raise CheckpointError(f"{path} is a link, or outside the checkpoint.")
+            if not os.path.isfile(path):
+                raise CheckpointError(f"{path} is missing.")
+            num_bytes = os.path.getsize(path)
+            if num_bytes != record.bytes:
+                raise CheckpointError(f"{path} has {num_bytes} bytes instead of {record.bytes}.")
+
     def check_complete(self, directory: str) -> None:
         """
         Checks that the directory has the files of all ranks.
@@ -214,8 +250,11 @@ class CommitRecord:
             If empty, the ranks whose files are in the directory.
         """
         ranks = ranks or self.ranks or range(self.world_size)
-        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks)) if self.hosts else ""
-        names = f"the files of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        listed = ranks[:_MAX_LISTED]
+        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in listed)) if self.hosts else ""
+        names = f"the files of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, listed))}"
+        if len(ranks) > len(listed):
+            names += f" and {len(ranks) - len(listed)} others"
         names += f" of {self.world_size}"
         return f"{names} (written on {hosts})" if hosts else names
 
@@ -231,6 +270,55 @@ def file_names(directory: str) -> List[str]:
         for parent, _, names in os.walk(directory)
         for name in names
     ]
+
+
+def _is_text(value: Any) -> bool:
+    """Returns whether a value is text for messages, without control characters of a terminal."""
+    return isinstance(value, str) and value.isprintable()
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_text, values))
+
+
+def _is_file_name(name: str) -> bool:
+    """Returns whether a name is that of a file below the checkpoint, other than the record."""
+    is_normal = name == posixpath.normpath(name) and b"\0" not in os.fsencode(name)
+    is_inside = not name.startswith("/") and name.split("/")[0] not in (".", "..")
+    return is_normal and is_inside and name != RECORD_NAME
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
+def _is_file_record(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and _is_text(value[1])
+
+
+def _is_frozen_record(value: Any) -> bool:
+    return _are_texts(value) and len(value) == 2 and FrozenRecord(*value).is_valid
+
+
+def _maps_to(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns a check for a mapping from names to values that pass `check`."""
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+_CHECKS: Dict[str, Callable[[Any], bool]] = {
+    "epochs_completed": is_count,
+    "batches_in_epoch_completed": is_count,
+    "world_size": lambda value: is_count(value, 1, _MAX_WORLD_SIZE),
+    "zero_stage": lambda value: is_count(value, maximum=3),
+    "parameters": _maps_to(_is_shape),
+    "files": lambda value: _maps_to(_is_file_record)(value) and all(map(_is_file_name, value)),
+    "versions": _maps_to(_is_text),
+    "frozen": _maps_to(_is_frozen_record),
+    "hosts": _are_texts,
+    "ranks": _is_shape,
+    "id": _is_text,
+    "vocabulary": _maps_to(_is_text),
+}
 
 
 def _checksum(values: Dict[str, Any]) -> str:

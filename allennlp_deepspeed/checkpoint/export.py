@@ -5,20 +5,28 @@ Exports checkpoints to files that PyTorch and AllenNLP load.
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
+import warnings
 from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, Optional
 
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, archive_model
 
 from allennlp_deepspeed import files, frozen_weights, lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
-from allennlp_deepspeed.checkpoint.commit_record import CommitRecord
-from allennlp_deepspeed.checkpoint.offline import find_checkpoint, split_checkpoint_path
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.offline import (
+    find_checkpoint,
+    read_weights,
+    split_checkpoint_path,
+)
+from allennlp_deepspeed.checkpoint.saved_config import read_config
+from allennlp_deepspeed.meta_model import construct_without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +34,8 @@ WEIGHTS_NAME = "weights.th"
 ARCHIVE_NAME = "model.tar.gz"
 
 _UNFINISHED = ".unfinished"
+
+_MAX_LENGTH = 500  # characters of an error
 
 _NOT_ARCHIVED = ("checkpoint_*", "export_*", "nvme", "*.th", "*.tar.gz")
 
@@ -41,9 +51,10 @@ def export(
     and an archive with them to `model.tar.gz`. If training has a moving average, these are the
     averaged weights, as in the archive that training writes.
 
-    Runs on one CPU without a process group, in the memory of the weights and one parameter. If the
-    checkpoint lacks frozen parameters, or `merge_adapters` is `True`, the model is constructed,
-    which takes the memory of its weights once more.
+    Runs on one CPU without a process group, in the memory of the weights and one parameter. The
+    model is constructed without weights, to compare it with them. If the checkpoint lacks frozen
+    parameters, or `merge_adapters` is `True`, the model is constructed with its weights, which
+    takes their memory once more.
 
     # Parameters
 
@@ -68,67 +79,125 @@ def export(
     # Raises
 
     `CheckpointError`
-        If there is no such checkpoint, or it is damaged.
+        If there is no such checkpoint, if it is damaged, or of another model than the config's.
     `ConfigurationError`
-        If there are no adapters to merge.
+        If there are no adapters to merge, the config can't be read, or the output isn't a
+        directory.
     """
     serialization_dir, point = split_checkpoint_path(serialization_dir)
     checkpoint, record = find_checkpoint(serialization_dir, epoch, point)
     logger.info("Exporting the weights of %s", checkpoint)
-    output_dir = _prepare(serialization_dir, checkpoint, output_dir)
+    params = read_config(serialization_dir)
+    output_dir = _output_dir(serialization_dir, checkpoint, output_dir)
     weights = os.path.join(output_dir, WEIGHTS_NAME)
-    archive = os.path.join(output_dir, ARCHIVE_NAME)
     with ExitStack() as stack:
         archived_dir = serialization_dir
+        state_dict = _state_dict(serialization_dir, checkpoint, record)
+        _check_model(params, serialization_dir, state_dict)
         if merge_adapters:
-            model = _load_model(serialization_dir, checkpoint, record)
+            model = frozen_parameters.construct_model(serialization_dir)
+            model.load_state_dict(state_dict)
             lora.merge_adapters(model)
             state_dict = model.state_dict()
             archived_dir = stack.enter_context(_without_adapters(serialization_dir))
-        else:
-            state_dict = _state_dict(serialization_dir, checkpoint, record)
+        files.make_directory(output_dir)
         files.save(state_dict, weights + _UNFINISHED)
-        _finish(weights)
-        params = Params.from_file(os.path.join(archived_dir, CONFIG_NAME))
+        files.flush(weights + _UNFINISHED)
+        files.rename(weights + _UNFINISHED, weights)
         archive_model(
             archived_dir,
             weights=weights,
-            archive_path=archive + _UNFINISHED,
+            archive_path=os.path.join(output_dir, ARCHIVE_NAME),
             include_in_archive=params.pop("include_in_archive", None),
         )
-    _finish(archive)
     return output_dir
 
 
-def _prepare(serialization_dir: str, checkpoint: str, output_dir: Optional[str]) -> str:
-    """Creates the output directory, and returns its path."""
+def _output_dir(serialization_dir: str, checkpoint: str, output_dir: Optional[str]) -> str:
+    """
+    Returns the path of the output directory.
+
+    # Raises
+
+    `ConfigurationError`
+        If it is something else, or in a serialization directory a link, which may lead anywhere.
+    """
+    is_ours = output_dir is None
     if output_dir is None:
         name = os.path.basename(checkpoint).replace("checkpoint", "export", 1)
         output_dir = os.path.join(serialization_dir, name)
     output_dir = os.path.abspath(output_dir)
-    files.make_directory(output_dir)
+    is_other = os.path.lexists(output_dir) and not os.path.isdir(output_dir)
+    if is_other or (is_ours and os.path.islink(output_dir)):
+        raise ConfigurationError(
+            f"{output_dir} is {'not a directory' if is_other else 'a link'}: write another "
+            "directory for --output."
+        )
     return output_dir
 
 
 def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Dict[str, Any]:
     """Returns the full `state_dict` of the model, in fp32."""
-    state_dict = ShardedCheckpoint(checkpoint).state_dict()
+    state_dict = read_weights(checkpoint)
     if not record.frozen:
         return state_dict
     model = frozen_parameters.construct_model(serialization_dir)
     return frozen_weights.add_frozen_parameters(state_dict, model, record.frozen, checkpoint)
 
 
-def _load_model(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Model:
-    """Constructs the model and loads the weights of the checkpoint."""
-    model = frozen_parameters.construct_model(serialization_dir)
-    state_dict = ShardedCheckpoint(checkpoint).state_dict()
-    if record.frozen:
-        state_dict = frozen_weights.add_frozen_parameters(
-            state_dict, model, record.frozen, checkpoint
+def _check_model(params: Params, serialization_dir: str, state_dict: Dict[str, Any]) -> None:
+    """
+    Checks that the weights are those of the config's model. A model that can't be constructed here,
+    because its package isn't included for example, is not checked.
+
+    # Raises
+
+    `CheckpointError`
+        If the archive couldn't be loaded.
+    """
+    try:
+        vocabulary = frozen_parameters.load_vocabulary(serialization_dir, params.duplicate())
+        model = construct_without_weights(params, vocabulary, serialization_dir)
+        model.extend_embedder_vocab()
+    except Exception as error:  # anything that a user's model raises
+        logger.warning(
+            "The weights are not compared with the config, because its model can't be constructed "
+            "(%s: %s).",
+            type(error).__name__,
+            error,
         )
-    model.load_state_dict(state_dict)
-    return model
+        return
+    problem = _mismatch(model, state_dict)
+    if problem is not None:
+        raise CheckpointError(
+            f"The weights are not those of the model in {serialization_dir}/{CONFIG_NAME}, so that "
+            f"an archive of the two couldn't be loaded: {problem}. Restore the config of the "
+            "training."
+        )
+
+
+def _mismatch(model: Model, state_dict: Dict[str, Any]) -> Optional[str]:
+    """Describes why a model doesn't load a `state_dict`, or returns `None` if it does."""
+    with warnings.catch_warnings():
+        # Nothing is copied into a model on the meta device.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            keys = model.load_state_dict(state_dict, strict=False)
+        except RuntimeError as error:
+            return " ".join(str(error).split())[:_MAX_LENGTH]
+    patterns = [
+        p for m in model.modules() for p in getattr(m, "authorized_missing_keys", None) or []
+    ]
+    missing = [key for key in keys.missing_keys if not any(re.search(p, key) for p in patterns)]
+    parts = {"missing": missing, "unexpected": keys.unexpected_keys}
+    return (
+        "; ".join(
+            f"{what} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+            for what, names in parts.items()
+            if names
+        )
+        or None
+    )
 
 
 @contextmanager
@@ -143,19 +212,13 @@ def _without_adapters(serialization_dir: str) -> Iterator[str]:
         shutil.copytree(
             serialization_dir,
             copy,
+            symlinks=True,  # which may lead to any amount of files
             # Files in subdirectories may be a part of the archive.
             ignore=lambda path, names: (
                 ignore_at_top(path, names) if path == serialization_dir else []
             ),
         )
         path = os.path.join(copy, CONFIG_NAME)
-        config = lora.remove_adapters(Params.from_file(path).as_dict(quiet=True))
+        config = lora.remove_adapters(read_config(copy).as_dict(quiet=True))
         files.write(json.dumps(config, indent=4), path)
         yield copy
-
-
-def _finish(path: str) -> None:
-    """Renames a file to its final name after it has been flushed to disk."""
-    files.flush(path + _UNFINISHED)
-    files.rename(path + _UNFINISHED, path)
-    files.flush(os.path.dirname(path))

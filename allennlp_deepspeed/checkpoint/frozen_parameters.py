@@ -12,8 +12,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import prepare_environment
 from allennlp.data import Vocabulary
 from allennlp.models import Model
-from allennlp.models.archival import CONFIG_NAME
 
+from allennlp_deepspeed.checkpoint.saved_config import read_config
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
 from allennlp_deepspeed.engine import collectives, weights
 from allennlp_deepspeed.engine.released_parameters import access_allowed
@@ -114,7 +114,7 @@ def construct_model(serialization_dir: str) -> Model:
     serialization_dir : `str`, required.
         Directory with the config and the vocabulary of the training.
     """
-    params = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME))
+    params = read_config(serialization_dir)
     prepare_environment(params)
     vocab = load_vocabulary(serialization_dir, params)
     return Model.from_params(params.pop("model"), vocab=vocab, serialization_dir=serialization_dir)

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, NamedTuple, Optional
 
 import torch
-from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
-from allennlp.models.archival import CONFIG_NAME, extracted_archive, get_weights_path
+from allennlp.models.archival import extracted_archive, get_weights_path
 from transformers import PreTrainedTokenizerBase
 
 from allennlp_deepspeed import files, frozen_weights, lora
@@ -25,9 +24,10 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.offline import (
     check_archive,
     find_checkpoint,
+    read_weights,
     split_checkpoint_path,
 )
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.saved_config import read_config
 from allennlp_deepspeed.language_modeling import pretrained
 from allennlp_deepspeed.language_modeling.end_tokens import set_end_tokens
 from allennlp_deepspeed.meta_model import construct_without_weights
@@ -159,7 +159,7 @@ def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterat
                 path = get_weights_path(directory)
                 if not os.path.isfile(path):
                     raise ConfigurationError(f"{source} is an archive without weights.")
-                yield _TrainedModel(directory, serialization.load(path, mmap=True), output_dir)
+                yield _TrainedModel(directory, _load_weights(path), output_dir)
         except tarfile.TarError as error:
             raise ConfigurationError(
                 f"{source} is not an AllenNLP archive ({error}): pass a model.tar.gz, a "
@@ -174,7 +174,7 @@ def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterat
                 "checkpoint, or pass the archive."
             )
         output_dir = os.path.join(source, f"{_DIRECTORY_NAME}_best")
-        yield _TrainedModel(source, serialization.load(path, mmap=True), output_dir)
+        yield _TrainedModel(source, _load_weights(path), output_dir)
         return
     serialization_dir, point = split_checkpoint_path(source)
     checkpoint, record = find_checkpoint(serialization_dir, epoch, point)
@@ -182,11 +182,18 @@ def _load_trained_model(source: str, epoch: Optional[int], best: bool) -> Iterat
     suffix = os.path.basename(checkpoint).removeprefix("checkpoint")
     yield _TrainedModel(
         serialization_dir,
-        ShardedCheckpoint(checkpoint).state_dict(),
+        read_weights(checkpoint),
         os.path.join(serialization_dir, _DIRECTORY_NAME + suffix),
         checkpoint,
         record,
     )
+
+
+def _load_weights(path: str) -> Dict[str, Any]:
+    state_dict = serialization.load(path, mmap=True)
+    if not isinstance(state_dict, dict) or not all(isinstance(name, str) for name in state_dict):
+        raise CheckpointError(f"{path} contains no weights by name.")
+    return state_dict
 
 
 def _check_output(output_dir: str) -> None:
@@ -216,7 +223,7 @@ def _model(trained: _TrainedModel) -> Model:
         model = frozen_parameters.construct_model(trained.serialization_dir)
         state_dict = frozen_weights.complete(state_dict, model)
     else:
-        params = Params.from_file(os.path.join(trained.serialization_dir, CONFIG_NAME))
+        params = read_config(trained.serialization_dir)
         vocabulary = frozen_parameters.load_vocabulary(trained.serialization_dir, params)
         model = construct_without_weights(params, vocabulary, trained.serialization_dir)
     _assign(model, state_dict)
@@ -243,8 +250,14 @@ def _assign(model: Model, state_dict: Dict[str, Any]) -> None:
             f"The weights don't match the model of the config: missing {_listing(missing)}, "
             f"unexpected {_listing(unexpected)}."
         )
-    # AllenNLP's method of this name has no `assign`.
-    torch.nn.Module.load_state_dict(model, complete, assign=True)
+    try:
+        # AllenNLP's method of this name has no `assign`.
+        torch.nn.Module.load_state_dict(model, complete, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"The weights don't match the model of the config: {reason}"
+        ) from error
 
 
 def _listing(names: List[str]) -> str:
@@ -310,7 +323,7 @@ def _tokenizer(
     if saved is not None:
         return saved
     name = str(transformer.config.name_or_path)
-    config = Params.from_file(os.path.join(serialization_dir, CONFIG_NAME)).as_dict(quiet=True)
+    config = read_config(serialization_dir).as_dict(quiet=True)
     kwargs = _tokenizer_kwargs(config, name)
     try:
         return AutoTokenizer.from_pretrained(name, **kwargs)
@@ -324,7 +337,8 @@ def _tokenizer_kwargs(config: Dict[str, Any], model_name: str) -> Dict[str, Any]
     Returns the arguments with which the training's reader loads the tokenizer of this pretrained
     model: those of its `tokenizer`, or of an indexer if the tokenizer is of another model.
     """
-    reader = config.get("dataset_reader") or {}
+    reader = config.get("dataset_reader")
+    reader = reader if isinstance(reader, dict) else {}
     for tokenizer in _parameters_with(model_name, reader.get("tokenizer")):
         return tokenizer.get("tokenizer_kwargs") or {}
     found = (

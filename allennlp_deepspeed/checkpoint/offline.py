@@ -4,7 +4,9 @@ needed.
 """
 
 import os
-from typing import Dict, List, Optional, Sequence, Set, Tuple
+import stat
+from dataclasses import replace
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.archival import CONFIG_NAME
@@ -17,9 +19,11 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
     PointInTime,
 )
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 
 # Files that AllenNLP writes into a serialization directory and that resuming needs.
-_FILES_TO_RESUME = (CONFIG_NAME, "meta.json", "vocabulary")
+_VOCABULARY = "vocabulary"
+_FILES_TO_RESUME = (CONFIG_NAME, "meta.json", _VOCABULARY)
 
 
 def split_checkpoint_path(path: str) -> Tuple[str, Optional[PointInTime]]:
@@ -88,10 +92,30 @@ def find_checkpoint(
     return directory, record
 
 
+def read_weights(checkpoint: str) -> Dict[str, Any]:
+    """
+    Returns the full `state_dict` of a checkpoint that `find_checkpoint` has found, in fp32.
+
+    # Raises
+
+    `CheckpointError`
+        If its files are those in its record, but don't contain what this package saves.
+    """
+    try:
+        return ShardedCheckpoint(checkpoint).state_dict()
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(
+            f"The weights in {checkpoint} could not be read ({reason}): it was not written by this "
+            "package."
+        ) from error
+
+
 def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[int] = None) -> str:
     """
     Copies the parts of a checkpoint into one serialization directory, together with the other files
-    that resuming needs. Each file of the checkpoint is then compared with its checksum.
+    that resuming needs. The records and names of all files are checked before anything is written,
+    because the directories may be someone else's. Each copied file is compared with its checksum.
 
     # Parameters
 
@@ -111,7 +135,7 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
 
     `CheckpointError`
         If there is no such checkpoint, if the directories have different complete checkpoints of
-        the same name, or if a file is missing or damaged, in a source or in the copy.
+        the same name, or if a file is missing, damaged, a link or outside of its directory.
     """
     directories = [CheckpointDirectory(path) for path in serialization_dirs]
     point, parts = _newest_parts(directories, epoch)
@@ -120,27 +144,53 @@ def gather(serialization_dirs: Sequence[str], output_dir: str, epoch: Optional[i
         raise CheckpointError(
             f"{output_dir} is one of the input directories: write another one for --output."
         )
-    unfinished = output.create_unfinished(point)
-    merged = next(iter(parts.values()))
-    merged.ranks = []
+    if os.path.lexists(output_dir) and not os.path.isdir(output_dir):
+        raise CheckpointError(f"{output_dir} is not a directory: write another --output.")
     for path, record in parts.items():
-        for name in list(record.files):
-            copy = os.path.join(unfinished, name)
-            if not os.path.exists(copy):
-                files.make_directory(os.path.dirname(copy))
-                files.copy(os.path.join(path, name), copy)
-                merged.files[name] = record.files[name]
-    merged.verify(unfinished)
-    output.prepare(point, merged)
-    output.commit(point)
+        record.check_files(path)
+    # The first part that has a file counts. Several have those that are equal on all ranks.
+    sources = {name: path for path in reversed(parts) for name in parts[path].files}
+    merged = replace(next(iter(parts.values())), ranks=[], files={})
+    merged.files = {name: parts[path].files[name] for name, path in sources.items()}
+    others = _files_to_resume(serialization_dirs, output_dir, next(iter(parts)), merged)
+    _copy_checkpoint(sources, output, point, merged)
     directory = output.path(point)
     if BEST_WEIGHTS_NAME in merged.files:
         best = os.path.join(output_dir, BEST_WEIGHTS_NAME)
         files.remove(best)
         files.link(os.path.join(directory, BEST_WEIGHTS_NAME), best)
-    for name in _FILES_TO_RESUME:
-        _copy_from_any(serialization_dirs, output_dir, name)
+    for path, copy in others.items():
+        files.copy(path, copy)
     return directory
+
+
+def _copy_checkpoint(
+    sources: Dict[str, str], output: CheckpointDirectory, point: PointInTime, record: CommitRecord
+) -> None:
+    """
+    Copies the files of a checkpoint, and commits the copy if it is intact.
+
+    # Parameters
+
+    sources : `Dict[str, str]`, required.
+        The directory to copy a file from, by name.
+    output : `CheckpointDirectory`, required.
+    point : `PointInTime`, required.
+    record : `CommitRecord`, required.
+        The record of the copy.
+    """
+    unfinished = output.create_unfinished(point)
+    try:
+        for name, path in sources.items():
+            copy = os.path.join(unfinished, name)
+            files.make_directory(os.path.dirname(copy))
+            files.copy(os.path.join(path, name), copy)
+        record.verify(unfinished)
+    except BaseException:
+        files.remove(unfinished)
+        raise
+    output.prepare(point, record)
+    output.commit(point)
 
 
 def _points(directories: Sequence[CheckpointDirectory], epoch: Optional[int]) -> List[PointInTime]:
@@ -171,12 +221,15 @@ def _newest_parts(
     first_problem: Optional[str] = None
     for point in _points(directories, epoch):
         paths = [d.path(point) for d in directories if os.path.isdir(d.path(point))]
+        for path in filter(os.path.islink, paths):
+            raise CheckpointError(f"{path} is a link: pass the directory that has the files.")
         records = {path: CommitRecord.read(path) for path in paths}
         complete: List[Dict[str, CommitRecord]] = []
         # Parts with another ID belong to another checkpoint, such as one of a run that was not
         # resumed.
         for id_ in dict.fromkeys(record.id for record in records.values()):
             parts = {path: record for path, record in records.items() if record.id == id_}
+            _check_same_checkpoint(parts)
             missing = _missing_ranks(list(parts.values()))
             if not missing:
                 complete.append(parts)
@@ -203,8 +256,73 @@ def _missing_ranks(records: Sequence[CommitRecord]) -> Set[int]:
     return every - {rank for record in records for rank in record.ranks or every}
 
 
-def _copy_from_any(sources: Sequence[str], target: str, name: str) -> None:
-    path = next((p for s in sources if os.path.exists(p := os.path.join(s, name))), None)
-    copy = os.path.join(target, name)
-    if path is not None and not os.path.exists(copy):
-        files.copy(path, copy)
+def _check_same_checkpoint(parts: Dict[str, CommitRecord]) -> None:
+    """
+    Checks that parts with one ID agree on what they are parts of.
+
+    # Raises
+
+    `CheckpointError`
+        If one of them has another world size, other parameters or another vocabulary, for example.
+    """
+    (first, expected), *others = (
+        (path, replace(record, files={}, ranks=[])) for path, record in parts.items()
+    )
+    for path, record in others:
+        if record != expected:
+            raise CheckpointError(
+                f"{first} and {path} have the same ID, but describe different checkpoints. Restore "
+                "the directories as training has written them."
+            )
+
+
+def _files_to_resume(
+    sources: Sequence[str], target: str, checkpoint: str, record: CommitRecord
+) -> Dict[str, str]:
+    """
+    Returns the other files that resuming needs, with the paths to copy them to. Those that are
+    there already remain.
+
+    # Parameters
+
+    sources : `Sequence[str]`, required.
+        The directories of all nodes.
+    target : `str`, required.
+    checkpoint : `str`, required.
+        A part of the checkpoint, for messages.
+    record : `CommitRecord`, required.
+
+    # Raises
+
+    `CheckpointError`
+        If one of them is a link or contains one, or is of another vocabulary.
+    """
+    copies = {}
+    for name in _FILES_TO_RESUME:
+        copy = os.path.join(target, name)
+        paths = [os.path.join(source, name) for source in sources]
+        path = next(filter(os.path.lexists, paths), None)
+        if os.path.lexists(copy) or path is None:
+            continue
+        _refuse_links(path)
+        if os.path.isdir(path) != (name == _VOCABULARY):
+            kind = "a directory" if name == _VOCABULARY else "a file"
+            raise CheckpointError(f"{path} is not {kind}: restore it.")
+        if name == _VOCABULARY:
+            problem = vocabulary_files.difference(
+                os.path.dirname(path), record.vocabulary, checkpoint
+            )
+            if problem is not None:
+                raise CheckpointError(problem)
+        copies[path] = copy
+    return copies
+
+
+def _refuse_links(path: str) -> None:
+    """Refuses a link, and a directory with a link or anything else that isn't a file."""
+    status = os.lstat(path).st_mode
+    if stat.S_ISDIR(status):
+        for name in os.listdir(path):
+            _refuse_links(os.path.join(path, name))
+    elif not stat.S_ISREG(status):
+        raise CheckpointError(f"{path} is a link or not a file: put the file in its place.")

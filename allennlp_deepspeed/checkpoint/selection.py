@@ -6,7 +6,7 @@ configuration or version.
 import logging
 import os
 import re
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirecto
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
+from allennlp_deepspeed.config.values import is_count
 from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.shards import full_shape
 
@@ -239,14 +240,15 @@ def _refuse_unless_previous(
 
 def check_version(path: str, record: CommitRecord, trainer_state: Dict[str, Any]) -> None:
     """
-    Checks the format version of the training state.
+    Checks the format version of the training state, and the values that the checkpointer reads.
 
     # Raises
 
     `CheckpointError`
-        If another version of this package has written the training state in another format.
+        If another version of this package has written the training state in another format, or if a
+        value has another type.
     """
-    version = trainer_state.get("version")
+    version = trainer_state.get("version") if isinstance(trainer_state, dict) else None
     if version != TRAINING_STATE_VERSION:
         raise CheckpointError(
             f"{path} has a training state of version {version}, but this version of "
@@ -255,6 +257,27 @@ def check_version(path: str, record: CommitRecord, trainer_state: Dict[str, Any]
             f'export {os.path.dirname(path)}`) and start from them with "model": {{"type": '
             '"from_archive", ...}.'
         )
+    for name, is_right in _VALUES.items():
+        section, _, key = name.partition(".")
+        value = trainer_state.get(section)
+        if key:
+            value = value.get(key) if isinstance(value, dict) else None
+        if not is_right(value):
+            raise CheckpointError(
+                f"{path} has a training state with a wrong value of '{name}': it was not written "
+                f"by this package. Delete {path} to resume from the previous checkpoint."
+            )
+
+
+# The values of training states that the checkpointer reads.
+_VALUES: Dict[str, Callable[[Any], bool]] = {
+    "progress.epochs_completed": is_count,
+    "progress.batches_in_epoch_completed": is_count,
+    "progress.total_batches_completed": is_count,
+    "instances_per_step": lambda value: is_count(value, minimum=1),
+    "best_weights.exist": lambda value: isinstance(value, bool),
+    "replay": lambda value: isinstance(value, dict),
+}
 
 
 def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> None:

@@ -85,11 +85,13 @@ def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
     # Raises
 
     `CheckpointError`
-        If it contains anything except tensors and plain data. The message tells the user what to
-        do.
+        If it is missing, or contains anything except tensors and plain data. The message tells the
+        user what to do.
     """
     try:
         return torch.load(path, map_location=map_location, mmap=mmap or None, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
     except _ERRORS_OF_OTHER_FILES as error:
         message = str(error)
     except RuntimeError as error:

@@ -4,7 +4,6 @@ import sys
 from typing import Any, Callable
 
 from allennlp.commands.subcommand import Subcommand
-from allennlp.common.checks import ConfigurationError
 from overrides import overrides
 
 from allennlp_deepspeed.commands.check import Check
@@ -13,6 +12,7 @@ from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
 from allennlp_deepspeed.commands.gather import Gather
 from allennlp_deepspeed.commands.report import Report
+from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.versions import own_version
 
 
@@ -57,11 +57,14 @@ class DeepSpeed(Subcommand):
 
 def _run(run: Callable[[Any], None], args: argparse.Namespace) -> None:
     """
-    Runs a command, and exits with a message if it raises a `ConfigurationError` or an `OSError`.
+    Runs a command, and exits with a message if it raises an error about the config or an `OSError`.
     """
     try:
         run(args)
-    except ConfigurationError as error:
-        sys.exit(error.message)
-    except OSError as error:
-        sys.exit(str(error))
+    except Exception as error:
+        message = failures.config_error_message(error)
+        if message is None and isinstance(error, OSError):
+            message = str(error)
+        if message is None:
+            raise
+        sys.exit(message)

@@ -16,6 +16,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.config.schema_validation import AUTO
+from allennlp_deepspeed.config.values import as_json
 from allennlp_deepspeed.engine.model_check import check_model
 from allennlp_deepspeed.engine.model_states import (
     ModelSize,
@@ -163,15 +164,21 @@ class Estimator:
     """
 
     def __init__(self, params: Params, workers: Optional[int] = None) -> None:
+        params = params.duplicate()
+        preflight.normalize_trainer(params)
         preflight.check(params, on_this_machine=False)
         config = params.as_dict(quiet=True)
         config["trainer"] = self._trainer = config.get("trainer") or {}
+        if not isinstance(self._trainer, dict):
+            raise ConfigurationError(
+                f"'trainer' is {as_json(self._trainer)}: must be an object, such as "
+                '{"type": "deepspeed"}.'
+            )
         self._config = DeepSpeedConfig.from_value(self._trainer.get("deepspeed_config"))
         self._settings = _settings(config, self._config, workers)
         self._precision = self._config.resolve(self._settings).precision
         self._requests_cpu = _requests_cpu(config)
         # Data loaders are constructed with the model, and need a batch size.
-        params = params.duplicate()
         fill_batch_size(params.params, num_workers=1)
         self._model = construct_without_weights(params)
         freeze(self._model, self._trainer.get("no_grad") or [])

@@ -19,6 +19,11 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_count(value: Any, minimum: int = 0, maximum: int = 2**53) -> TypeGuard[int]:
+    """Returns whether a value is a number of things, in a range."""
+    return is_integer(value) and minimum <= value <= maximum
+
+
 def unquoted(value: Any) -> str:
     """Returns advice for a number that is written as a string, and "" for any other value."""
     try:

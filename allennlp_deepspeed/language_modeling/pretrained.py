@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import os
-import shutil
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -28,6 +27,7 @@ from filelock import FileLock
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase
 
+from allennlp_deepspeed import files
 from allennlp_deepspeed.config.keys import did_you_mean
 from allennlp_deepspeed.frozen_weights import PretrainedWeightsError
 from allennlp_deepspeed.language_modeling.example_sizes import ExampleSizes, ModelLimits
@@ -466,7 +466,7 @@ def save(
             return
         unfinished = f"{directory}.unfinished"
         # Left by a failed run.
-        shutil.rmtree(unfinished, ignore_errors=True)
+        files.remove(unfinished)
         model.config.save_pretrained(unfinished)
         if model.generation_config is not None:
             # A model's file may contain values that newer releases of transformers refuse.

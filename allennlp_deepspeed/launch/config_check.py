@@ -70,7 +70,7 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         value that is wrong; if none is, with a line for each two that contradict each other.
     """
     config: Dict[str, Any] = params.as_dict(quiet=True)
-    if not isinstance(config.get("distributed") or {}, dict):
+    if not isinstance(config.get("distributed"), (dict, type(None))):
         raise ConfigurationError(
             f"'distributed' is {json.dumps(config['distributed'])}: must be an object, such as "
             '{"cuda_devices": [0, 1]}.'
@@ -174,6 +174,9 @@ def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
     for path, section in sections.items():
         if not isinstance(section, (dict, str)):
             errors.add(f"'{path}' is {as_json(section)}: {_MUST_BE_SECTION}")
+        elif not isinstance(registered_name(section), str):
+            name = as_json(registered_name(section))
+            errors.add(f"'{path}.type' is {name}: must be a registered name")
 
 
 # Sections and keys of the trainer whose numbers are computed with in fp32.

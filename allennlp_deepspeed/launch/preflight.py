@@ -49,7 +49,7 @@ def install() -> None:
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
         failures.check_type(params)
-        _normalize_trainer(params)
+        normalize_trainer(params)
         is_ours = has_deepspeed_trainer(params.as_dict(quiet=True))
         try:
             if not is_ours:
@@ -67,8 +67,15 @@ def install() -> None:
     failures.install()
 
 
-def _normalize_trainer(params: Params) -> None:
-    """Replaces a trainer's name by an object, which AllenNLP requires with several workers."""
+def normalize_trainer(params: Params) -> None:
+    """
+    Replaces a trainer's name by an object, which AllenNLP requires with several workers.
+
+    # Parameters
+
+    params : `Params`, required.
+        A complete training configuration. It is changed in place.
+    """
     if isinstance(params.params.get("trainer"), str):
         params.params["trainer"] = {"type": params.params["trainer"]}
 

@@ -7,7 +7,6 @@ import fnmatch
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Union
 
@@ -38,6 +37,20 @@ _FILES_OF_START = (
     "nvme",
     "profile",
     "*.unfinished*",
+)
+
+# Files that AllenNLP and this package write to where they are. Others are replaced by a new file.
+_WRITTEN_IN_PLACE = (
+    "config.json",
+    "meta.json",
+    "vocabulary",
+    "vocabulary/*",
+    "log",
+    "out*.log",
+    "metrics*.json",
+    "metrics.jsonl",
+    "nvme",
+    "profile",
 )
 
 # The number of fixed keys that are named. Another experiment's directory differs in all of them.
@@ -106,11 +119,7 @@ def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
         )
     names = [name for name in names if name not in others]
     for name in names:
-        path = directory / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        files.remove(str(directory / name))
     if names:
         announce(logger, "Removed an earlier start without a checkpoint from %s.", directory)
 
@@ -122,6 +131,30 @@ def _has_checkpoint(directory: Path) -> bool:
     is_replaced = any(directory.glob("checkpoint_*.replaced"))
     found = CheckpointDirectory(str(directory)).list_checkpoints()
     return is_training and (is_finished or is_replaced or bool(found))
+
+
+def refuse_links(serialization_dir: Union[str, os.PathLike]) -> None:
+    """
+    Refuses to resume where writing would change files outside of the directory.
+
+    # Raises
+
+    `ConfigurationError`
+        If a file that is written to is a symbolic link.
+    """
+    directory = Path(serialization_dir)
+    folders = [f for f in (directory, directory / "vocabulary") if f.is_dir()]
+    links = [
+        f"{path} -> {os.readlink(path)}"
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.is_symlink() and any(path.match(pattern) for pattern in _WRITTEN_IN_PLACE)
+    ]
+    if links:
+        raise ConfigurationError(
+            "A training doesn't write through symbolic links: put the file or directory in the "
+            f"place of {'; '.join(links)}."
+        )
 
 
 def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -> None:

@@ -312,6 +312,7 @@ def _resume_or_start(arguments: Dict[str, Any], is_leader: bool, is_ours: bool) 
         arguments.update(recover=continues, force=False)
     with _raise_on_all_ranks():
         if is_leader and arguments.get("recover"):
+            resumption.refuse_links(path)
             resumption.accept_changes(params, path)
 
 

@@ -150,7 +150,7 @@ class Run:
         for point in directory.list_checkpoints():
             path = Path(directory.path(point))
             try:
-                size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+                size = 0 if path.is_symlink() else _size(path)  # a link may lead anywhere
                 saved = path.lstat().st_mtime
             except FileNotFoundError:
                 continue
@@ -164,6 +164,15 @@ class Run:
             message = f"{line.values.get('logger', '')}: {line.values.get('message', '')}"
             counts[message] = counts.get(message, 0) + 1
         return counts
+
+
+def _size(directory: Path) -> int:
+    """Returns the bytes of all files in a directory, without those that links lead to."""
+    return sum(
+        os.lstat(os.path.join(parent, name)).st_size
+        for parent, _, names in os.walk(directory)
+        for name in names
+    )
 
 
 def load_runs(directories: List[str]) -> List[Run]:

@@ -109,7 +109,8 @@ class MetricsFile:
             try:
                 # Opened each time, so that a fork doesn't inherit it, and another host sees the
                 # lines.
-                descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+                descriptor = os.open(self.path, flags, 0o666)
                 try:
                     self._buffer = self._buffer[os.write(descriptor, self._buffer) :]
                 finally:

@@ -9,6 +9,7 @@ from allennlp.data import TensorDict
 from allennlp.training.callbacks import TrainerCallback
 from overrides import overrides
 
+from allennlp_deepspeed import files
 from allennlp_deepspeed.announcements import announce
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class ProfilerCallback(TrainerCallback):
         os.makedirs(directory, exist_ok=True)
         name = f"steps_{self._first}-{last}_rank_{dist.get_rank()}.json.gz"
         path = os.path.join(directory, name)
+        files.remove(path)  # if it is a link, its target would be written
         profiler.export_chrome_trace(path)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         table = profiler.key_averages().table(f"{kind}_time_total", row_limit=_NUM_ROWS)

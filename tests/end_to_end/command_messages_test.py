@@ -40,6 +40,11 @@ def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
     for run in runs:
         (run / "checkpoint_e1_b0").mkdir(parents=True)
         CommitRecord(1, 0, 1, 0, {}, id=run.name).write(str(run / "checkpoint_e1_b0"))
+    huge = tmp_path / "huge"
+    (huge / "checkpoint_e1_b0").mkdir(parents=True)
+    CommitRecord(1, 0, 10**12, 0, {}, ranks=[0]).write(str(huge / "checkpoint_e1_b0"))
+    page = write_run(tmp_path / "page")
+    (page / "link.html").symlink_to(archive)
     export = ("deepspeed", "export")
     cases: List[Any] = [
         ((*export, nowhere), "There is no checkpoint in"),
@@ -50,11 +55,35 @@ def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
         ((*export, archive, "--format", "huggingface"), "is an archive without weights"),
         (("deepspeed", "gather", nowhere, "--output", tmp_path), "There is no checkpoint in"),
         (("deepspeed", "gather", *runs, "--output", tmp_path), "2 different complete"),
+        (("deepspeed", "gather", huge, "--output", tmp_path), "wrong value of 'world_size'"),
+        (("deepspeed", "gather", runs[0], "--output", archive), f"{archive} is not a directory"),
         (("deepspeed", "report", nowhere), "There is no metrics.jsonl in"),
+        (("deepspeed", "report", page, "--output", nowhere / "a"), f"{nowhere} is not a directory"),
+        (("deepspeed", "report", page, "--output", empty), f"{empty}, which is not a file"),
+        (("deepspeed", "report", page, "--output", page / "link.html"), "which is not a file"),
         (("deepspeed", "estimate", nowhere), "nowhere"),
     ]
     commands = [AllenNlp(*arguments, include_packages=NAMES) for arguments, _ in cases]
     for result, (_, text) in zip(wait_for_all(commands, 120), cases, strict=True):
+        assert_ends_with_line(result, text)
+
+
+def test_values_of_other_types_are_named(tmp_path: Path) -> None:
+    cases: List[Any] = [
+        ("check", {"distributed": False}, "'distributed' is false"),
+        ("check", {"trainer": "deepspeed", "distributed": 0}, "'distributed' is 0"),
+        ("check", {"trainer.optimizer.type": {"a": 1}}, "'trainer.optimizer.type' is"),
+        ("estimate", {"trainer": [1]}, "'trainer' is [1]"),
+        ("estimate", {"model.seq2vec_encoder.num_filters": "x"}, "'model' of the config"),
+        ("estimate", {"vocabulary": None}, "'vocabulary' of the config"),
+    ]
+    commands = []
+    for number, (command, changes, _) in enumerate(cases):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(classifier()))
+        overrides = ("-o", json.dumps(changes))
+        commands.append(AllenNlp("deepspeed", command, path, *overrides, include_packages=NAMES))
+    for result, (_, _, text) in zip(wait_for_all(commands, 120), cases, strict=True):
         assert_ends_with_line(result, text)
 
 

@@ -5,13 +5,15 @@ import os
 import shutil
 import tarfile
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
+from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import import_module_and_submodules
 
-from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
+from allennlp_deepspeed.checkpoint import serialization
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord, FileRecord
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.offline import find_checkpoint
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
@@ -121,6 +123,102 @@ def test_files_are_beside_the_checkpoint_by_default(experiments: Experiments, tm
     assert export(str(copy), epoch=1) == str(copy / "export_e1_b0")
     with tarfile.open(copy / "export_e1_b0" / "model.tar.gz") as archive:
         assert {"metrics_epoch_0.json", "vocabulary/tokens.txt"} <= set(archive.getnames())
+
+
+def _of_another_model(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["model"]["encoder"]["hidden_size"] += 1
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _of_a_larger_model(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config["model"]["encoder"]["num_layers"] = 2
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _no_json(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def _no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def _no_object(directory: Path) -> None:
+    (directory / "config.json").write_text("[]")
+
+
+def _archives_others(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "include_in_archive": ["../*"]}))
+
+
+def _leads_elsewhere(directory: Path) -> None:
+    (directory.parent / "elsewhere").mkdir()
+    (directory / "export_e2_b0").symlink_to(directory.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (_of_another_model, "size mismatch for encoder"),
+        (_of_a_larger_model, "missing encoder"),
+        (_no_json, "config.json could not be read"),
+        (_no_config, "config.json is missing"),
+        (_no_object, "config.json has no object"),
+        (_archives_others, "include_in_archive"),
+        (_leads_elsewhere, "export_e2_b0 is a link"),
+    ],
+)
+def test_an_export_is_refused_before_anything_is_written(
+    experiments: Experiments, tmp_path: Path, change: Callable[[Path], None], text: str
+):
+    import_module_and_submodules(INCLUDED)
+    copy = tmp_path / "out"
+    shutil.copytree(experiments.run(deepspeed(resizable(2), 3)).serialization_dir, copy)
+    change(copy)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigurationError) as error:
+        export(str(copy))
+    assert text in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def _without_shapes(state: Dict[str, Any]) -> Any:
+    return {**state, "param_shapes": None}
+
+
+def _of_other_shapes(state: Dict[str, Any]) -> Any:
+    groups = state["param_shapes"]
+    return {**state, "param_shapes": [{n: torch.Size([2**40]) for n in group} for group in groups]}
+
+
+@pytest.mark.parametrize("change", [_without_shapes, _of_other_shapes, lambda state: [state]])
+def test_files_with_other_contents_are_refused(
+    experiments: Experiments, tmp_path: Path, change: Callable[[Any], Any]
+):
+    copy = tmp_path / "out"
+    shutil.copytree(experiments.run(deepspeed(resizable(2), 3)).serialization_dir, copy)
+    checkpoint = copy / "checkpoint_e2_b0"
+    record = CommitRecord.read(str(checkpoint))
+    for path in (checkpoint / "engine").glob("*model_states.pt"):
+        torch.save(change(serialization.load(str(path))), path)
+        name = path.relative_to(checkpoint).as_posix()
+        record.files[name] = FileRecord.from_file(str(path))
+    record.write(str(checkpoint))
+    with pytest.raises(CheckpointError):
+        export(str(copy))
+    assert not (copy / "export_e2_b0").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(experiments: Experiments, tmp_path: Path):
+    result = experiments.run(deepspeed(resizable(2), 3))
+    (tmp_path / "notes").write_text("all of it")
+    run = allennlp("deepspeed", "export", result.serialization_dir, "--output", tmp_path / "notes")
+    assert run.returncode == 1 and "Traceback" not in run.output
+    assert f"{tmp_path / 'notes'} is not a directory" in run.output.splitlines()[-1]
+    assert (tmp_path / "notes").read_text() == "all of it"
 
 
 def test_what_cannot_be_exported_is_refused_by_name(experiments: Experiments, tmp_path: Path):

@@ -227,6 +227,37 @@ def test_files_of_other_checkpoints_are_refused(
     assert_refused(result, run, message, f"resume from {result.serialization_dir / OLDER}")
 
 
+def test_a_training_does_not_write_through_links(experiments: Experiments, tmp_path: Path):
+    config = experiment(2)
+    result = interrupted(experiments.run(config), tmp_path)
+    out = result.serialization_dir
+    written = ["out_worker0.log", "metrics.jsonl", "vocabulary/labels.txt", "log", "profile"]
+    replaced = [f"{name}.unfinished" for name in ("metrics.jsonl", "model.tar.gz")]
+    replaced += ["model.tar.gz", "best.th.w0.tmp", f"{NEWEST}.unfinished"]
+    for name in [*written, *replaced]:
+        target = tmp_path / "others" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (out / name).is_file():
+            (out / name).rename(target)
+        else:
+            target.write_text("all of it")
+        (out / name).symlink_to(target)
+    before = {path: path.read_bytes() for path in (tmp_path / "others").rglob("*.*")}
+
+    run = recover(result, config)
+    assert run.returncode == 1 and "Traceback" not in run.output
+    assert all(f"{out / name} -> " in run.output for name in written), run.output[-3000:]
+    assert not any(f"{out / name} -> " in run.output for name in replaced)
+    for name in written:
+        (out / name).unlink()
+        if name == "vocabulary/labels.txt":
+            shutil.copy(tmp_path / "others" / name, out / name)
+    recover(result, config).check()
+    for path, content in before.items():
+        assert path.read_bytes() == content, path
+    assert not result.archive.is_symlink() and result.weights()
+
+
 @pytest.mark.parametrize(
     "stage, changes, messages",
     [

@@ -18,6 +18,7 @@ from tests.faults.trial import References, run_trial
     [
         (0, "plain", "validation", False),
         (2, "async", "commit", True),
+        (2, "async", "archive", True),
         (3, "offload", "prune", False),
     ],
 )

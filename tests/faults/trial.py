@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import tarfile
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
@@ -218,7 +219,10 @@ def _train(directory: Path, fault: Fault, recover: bool) -> Run:
 
 
 def _lost(result: Result, has_committed: bool) -> List[str]:
-    """What is wrong with the checkpoints: each has to be whole, and there has to be one."""
+    """
+    What is wrong with the checkpoints and the archive: each has to be whole, and there has to be a
+    checkpoint.
+    """
     checkpoints = CheckpointDirectory(str(result.serialization_dir))
     problems = []
     points = checkpoints.list_checkpoints()
@@ -229,6 +233,11 @@ def _lost(result: Result, has_committed: bool) -> List[str]:
             problems.append(f"Not a whole checkpoint: {error}")
     if has_committed and not points:
         problems.append("No checkpoint is left")
+    if result.archive.exists():
+        try:
+            result.weights()
+        except (tarfile.TarError, EOFError, KeyError) as error:
+            problems.append(f"Not a whole archive: {error}")
     return problems
 
 

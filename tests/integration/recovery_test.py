@@ -241,17 +241,39 @@ def test_heads_of_a_multitask_model_have_the_metrics_of_an_uninterrupted_epoch(t
     assert errors("resumed") == expected
 
 
-def test_a_training_state_of_another_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    train(tmp_path, num_epochs=1)
-    checkpoint = tmp_path / "checkpoint_e1_b0"
+def change_training_state(checkpoint: Path, change: Callable[[Any], Any]) -> None:
+    """Changes what is in the training state of rank 0, with a checksum that is right."""
     path = checkpoint / "training_state_w0.th"
-    state = torch.load(path, weights_only=False)
-    torch.save({**state, "version": 2}, path)
+    torch.save(change(torch.load(path, weights_only=False)), path)
     record = CommitRecord.read(str(checkpoint))
     record.files[path.name] = FileRecord.from_file(str(path))
     record.write(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"progress": None},
+        {"progress": {"epochs_completed": -1}},
+        {"instances_per_step": 0},
+        {"best_weights": {}},
+        {"replay": []},
+        None,
+    ],
+)
+def test_a_training_state_of_something_else_is_refused(tmp_path: Path, changes: Any):
+    train(tmp_path, num_epochs=1)
+    checkpoint = tmp_path / "checkpoint_e1_b0"
+    change_training_state(checkpoint, lambda s: [s] if changes is None else {**s, **changes})
+    with pytest.raises(CheckpointError) as error:
+        train(tmp_path, num_epochs=2)
+    assert all(name in str(error.value) for name in [str(checkpoint), *(changes or [])])
+
+
+def test_a_training_state_of_another_version_is_refused(tmp_path: Path):
+    train(tmp_path, num_epochs=1)
+    checkpoint = tmp_path / "checkpoint_e1_b0"
+    change_training_state(checkpoint, lambda state: {**state, "version": 2})
     with pytest.raises(CheckpointError) as error:
         train(tmp_path, num_epochs=2)
     assert f"{checkpoint} has a training state of version 2" in str(error.value)

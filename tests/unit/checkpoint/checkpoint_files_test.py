@@ -139,7 +139,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is opened for writing from now on is as `/dev/full`."""
 
     def open_full(path: Any, mode: str = "r", **kwargs: Any) -> Any:
-        return open("/dev/full" if mode.startswith("w") else path, mode, **kwargs)
+        if mode.startswith("x"):
+            return open("/dev/full", mode.replace("x", "w"), **kwargs)
+        return open(path, mode, **kwargs)
 
     monkeypatch.setattr(files, "open", open_full, raising=False)
 

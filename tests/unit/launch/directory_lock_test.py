@@ -77,6 +77,60 @@ def test_one_that_was_killed_does_not_lock(training: Training, tmp_path: Path) -
     assert not (tmp_path / FILE_NAME).exists()
 
 
+def second_process_locks(directory: Path) -> bool:
+    """Whether another process gets the lock."""
+    queue = multiprocessing.get_context("fork").SimpleQueue()
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: queue.put(locks(directory))
+    )
+    process.start()
+    process.join(20)
+    return queue.get()
+
+
+def locks(directory: Path) -> bool:
+    try:
+        with DirectoryLock(directory):
+            return True
+    except ConfigurationError:
+        return False
+
+
+def test_a_copy_of_the_directory_leaves_the_lock(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    directory.mkdir()
+    (directory / "config.json").touch()
+    with DirectoryLock(directory):
+        shutil.copytree(directory, tmp_path / "backup")
+        assert not second_process_locks(directory)
+    assert second_process_locks(directory)
+
+
+def make_symbolic_link(link: Path, target: Path) -> None:
+    link.symlink_to(target)
+
+
+def make_hard_link(link: Path, target: Path) -> None:
+    os.link(target, link)
+
+
+def make_pipe(link: Path, target: Path) -> None:
+    os.mkfifo(link)
+
+
+@pytest.mark.parametrize("make", [make_symbolic_link, make_hard_link, make_pipe])
+def test_a_lock_that_is_a_link_is_refused(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("all of it")
+    directory = tmp_path / "out"
+    directory.mkdir()
+    make(directory / FILE_NAME, tmp_path / "thesis")
+    (directory / "config.json").touch()
+    with pytest.raises(ConfigurationError) as error, DirectoryLock(directory):
+        pass
+    assert str(directory / FILE_NAME) in error.value.message
+    assert (tmp_path / "thesis").read_text() == "all of it"
+
+
 def test_a_directory_that_is_made_again_is_locked_again(tmp_path: Path) -> None:
     directory = tmp_path / "out"
     directory.mkdir()

@@ -54,6 +54,19 @@ def write_run(directory: Path, num_steps: int = 8, lr: float = 0.5) -> Path:
     return directory
 
 
+def test_the_size_of_a_checkpoint_is_that_of_its_own_files(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "file").write_text("x" * 10_000)
+    (directory / "checkpoint_e1_b0").mkdir()
+    (directory / "checkpoint_e1_b0" / "file").write_text("x" * 100)
+    (directory / "checkpoint_e1_b0" / "link").symlink_to(tmp_path / "big")
+    (directory / "checkpoint_e2_b0").symlink_to(tmp_path / "big")
+    checkpoints = Run(str(directory)).checkpoints()
+    sizes = {checkpoint.name: checkpoint.num_bytes for checkpoint in checkpoints}
+    assert sizes == {"checkpoint_e2_b0": 0, "checkpoint_e1_b0": 100}
+
+
 def test_a_run_is_read(tmp_path: Path) -> None:
     run = Run(str(write_run(tmp_path / "run")))
     # Without the time between the crash and the recovery.
