@@ -112,7 +112,8 @@ class AttributeStates:
     # Parameters
 
     objects : `Dict[str, Any]`, required.
-        Newly constructed objects with a `state_dict`, by name.
+        Newly constructed objects with a `state_dict`, by name. That of an optimizer has none of its
+        attributes but `excluded` ones.
     excluded : `Collection[str]`, required.
         Attributes that aren't saved.
     """
@@ -131,14 +132,14 @@ class AttributeStates:
     def _states(self) -> Dict[str, State]:
         states: Dict[str, State] = {}
         for name, value in self._objects.items():
-            elsewhere = {*self._excluded, *value.state_dict()}
-            # Flags of a library's optimizer tell what it has set up in this process.
-            kinds = (bool,) if isinstance(value, torch.optim.Optimizer) else ()
+            is_optimizer = isinstance(value, torch.optim.Optimizer)
+            elsewhere = {*self._excluded, *(() if is_optimizer else value.state_dict())}
             states[name] = {
                 key: encoded
                 for key, attribute in vars(value).items()
                 if key not in elsewhere
-                and not isinstance(attribute, kinds)
+                # Flags of a library's optimizer tell what it has set up in this process.
+                and not (is_optimizer and isinstance(attribute, bool))
                 and (encoded := _encode(attribute, within_metric=True)) is not None
             }
         return states

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List
 from unittest import mock
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
+from allennlp_deepspeed.checkpoint.sharded_reader import is_scalar
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
 Groups = List[List[str]]
@@ -60,9 +58,7 @@ def refuse_tensors(path: str, trainer_state: Dict[str, Any]) -> None:
     """
     for owner, attributes in trainer_state.get("attributes", {}).items():
         for name, value in attributes.items():
-            if any(
-                isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves(value)
-            ):
+            if not is_scalar(value):
                 raise CheckpointError(
                     f"{path} can be resumed only with the same number of workers, and layers in "
                     f"the same order: '{name}' of the {owner} has tensors, which may be of "

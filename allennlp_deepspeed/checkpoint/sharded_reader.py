@@ -238,7 +238,7 @@ class ShardedCheckpoint:
             If a state is neither element-wise nor a scalar.
         """
         shard = self._first_shard(name)
-        names = [key for key, value in shard.state.items() if not _is_scalar(value)]
+        names = [key for key, value in shard.state.items() if not is_scalar(value)]
         lengths = (shard.master.numel(), shard.master.numel() + shard.padding)
         for key in names:
             value = shard.state[key]
@@ -263,7 +263,7 @@ class ShardedCheckpoint:
         """
         state = self._first_shard(name).state
         # Copied, because optimizers count steps in place.
-        return {k: copy.deepcopy(v) for k, v in state.items() if _is_scalar(v)}
+        return {k: copy.deepcopy(v) for k, v in state.items() if is_scalar(v)}
 
     def moving_average(self, name: str, part: Optional[ElementRange] = None) -> torch.Tensor:
         """
@@ -479,7 +479,8 @@ def _base_optimizer(optimizer: Dict[str, Any]) -> Dict[str, Any]:
     return optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
 
 
-def _is_scalar(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
+    """Returns whether a value has no tensors, at any depth, but those of one number."""
     return not any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves(value))
 
 
