@@ -7,6 +7,9 @@ import pytest
 import torch
 from allennlp.models import Model
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
+    _PyTorchLearningRateSchedulerWrapper,
+)
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from torch.optim.lr_scheduler import LambdaLR
@@ -86,9 +89,6 @@ class OfPyTorch(LambdaLR):
         return {"last_epoch": self.last_epoch}
 
 
-LearningRateScheduler.register("of_pytorch_without_count")(OfPyTorch)
-
-
 class Slowing(torch.optim.SGD):
     """Counts its steps in an attribute."""
 
@@ -147,7 +147,7 @@ def train(
 
 
 def of_pytorch(optimizer: Any) -> LearningRateScheduler:
-    return LearningRateScheduler.by_name("of_pytorch_without_count")(optimizer=optimizer)
+    return _PyTorchLearningRateSchedulerWrapper(OfPyTorch(optimizer))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,8 @@ def of_pytorch(optimizer: Any) -> LearningRateScheduler:
 def test_counts_that_no_state_dict_has_are_kept(
     tmp_path: Path, stage: int, world_size: int, parts: Dict[str, Any]
 ):
+    if stage == 3 and parts.get("optimizer") is slowing:
+        pytest.skip("refused, because it steps the groups of stage 3 in another way")
     expected = train(tmp_path / "uninterrupted", 3, stage, world_size, parts)
     for num_epochs in (1, 2):
         train(tmp_path / "resumed", num_epochs, stage, world_size, parts)
