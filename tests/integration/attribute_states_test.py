@@ -12,7 +12,7 @@ from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
 )
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from tests.integration.parameter_order_test import Layers, sgd, vectors
@@ -74,12 +74,15 @@ class Rise(MomentumScheduler):
         return {"last_epoch": self.last_epoch}
 
 
-class OfPyTorch(LambdaLR):
+class OfPyTorch(LRScheduler):
     """A scheduler of PyTorch with a state of its own that lacks a count."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_calls = 0
-        super().__init__(optimizer, lambda epoch: 1 / self.num_calls)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> List[Any]:
+        return [rate / self.num_calls for rate in self.base_lrs]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self.num_calls += 1
@@ -141,9 +144,9 @@ def train(
     if stage is not None:
         more["checkpointer"] = DeepSpeedCheckpointer(directory)
     batches = more.pop("batches", vectors)
-    return WithSchedulers(
-        Layers, batches, stage, world_size, num_epochs=num_epochs, **more
-    ).train(directory)
+    return WithSchedulers(Layers, batches, stage, world_size, num_epochs=num_epochs, **more).train(
+        directory
+    )
 
 
 def of_pytorch(optimizer: Any) -> LearningRateScheduler:
