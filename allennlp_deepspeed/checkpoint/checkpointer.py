@@ -19,6 +19,7 @@ from allennlp_deepspeed import versions
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint import (
     frozen_parameters,
+    parameter_order,
     resharding,
     serialization,
     sharded_reader,
@@ -46,6 +47,7 @@ from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import collectives, internals, phases
 from allennlp_deepspeed.engine.offloaded_optimizers import adapt_loaded_states
+from allennlp_deepspeed.engine.shards import Shards
 from allennlp_deepspeed.frozen_weights import check_same
 
 logger = logging.getLogger(__name__)
@@ -377,7 +379,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             batches_in_epoch_completed=point.steps,
             world_size=dist.get_world_size(),
             zero_stage=trainer.engine.zero_optimization_stage(),
-            parameters=parameter_shapes(trainer.model),
+            parameters=parameter_shapes(trainer.engine),
             versions={
                 "allennlp-deepspeed": versions.own_version(),
                 "deepspeed": deepspeed.__version__,
@@ -415,8 +417,11 @@ class DeepSpeedCheckpointer(Checkpointer):
         # Raises
 
         `ConfigurationError`
-            If a state of the model or of a callback contains anything except plain data.
+            If a state of the model or of a callback contains anything except plain data, or if a
+            trained parameter was replaced at stage 0, where weights are loaded before callbacks.
         """
+        if trainer.engine.zero_optimization_stage() == 0:
+            _refuse_replaced(trainer)
         states = {
             f"'{name}' in the state_dict() of the model": value
             for name, value in trainer.model.state_dict(keep_vars=True).items()
@@ -503,10 +508,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
         check_version(path, record, trainer_state)
-        if resharding.is_needed(record, dist.get_world_size()):
-            self._load_resharded(trainer.engine, path, record, trainer_state)
-        else:
-            self._load_engine(trainer.engine, path, record)
+        self._load_by_name(trainer, path, record, trainer_state)
         adapt_loaded_states(trainer.engine.basic_optimizer)
         _warn_of_other_steps(trainer_state["instances_per_step"], trainer.instances_per_step())
         _convert_position(trainer_state, trainer.instances_per_step())
@@ -516,8 +518,46 @@ class DeepSpeedCheckpointer(Checkpointer):
             trainer.best_weights.restore_from(path, is_incomplete=bool(record.frozen))
         return TrainerCheckpoint({}, trainer_state)
 
+    def _load_by_name(
+        self,
+        trainer: TrainerProtocol,
+        path: str,
+        record: CommitRecord,
+        trainer_state: Dict[str, Any],
+    ) -> None:
+        """
+        Loads the engine's states, each into the parameter of the same name, and puts moving
+        averages into the engine's order.
+        """
+        engine, average = trainer.engine, trainer_state.get("moving_average", {})
+        saved, current = sharded_reader.names_of_groups(path), Shards(engine).names_of_groups
+        parameter_order.check_groups(path, saved, current)
+        if saved != current or record.world_size != dist.get_world_size():
+            parameter_order.refuse_tensors(path, trainer_state)
+        if resharding.is_needed(record, dist.get_world_size()):
+            announce(
+                logger,
+                "Resharding checkpoint from world size %d to %d",
+                record.world_size,
+                dist.get_world_size(),
+            )
+            self._load_resharded(engine, sharded_reader.ShardedCheckpoint(path), record, average)
+        elif saved == current:
+            self._load_engine(engine, path, record)
+        elif record.zero_stage == 0:
+            order = parameter_order.SavedOrder(saved, current)
+            with order.reordering(engine):
+                self._load_engine(engine, path, record)
+            if "shadows" in average:
+                average["shadows"] = order.reorder(average["shadows"])
+        else:
+            announce(logger, "The model's parameters have another order: loading them by name")
+            record.check_complete(path)
+            checkpoint = sharded_reader.ShardedCheckpoint(path, dist.get_rank())
+            self._load_resharded(engine, checkpoint, record, average)
+
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
-        """Loads a checkpoint that needs no resharding."""
+        """Loads a checkpoint that needs no resharding, by position."""
         internals.set_checkpoint_engine(engine, self._files)
         loaded_path, _ = engine.load_checkpoint(
             path, tag=ENGINE_TAG, load_module_strict=not record.frozen
@@ -528,24 +568,14 @@ class DeepSpeedCheckpointer(Checkpointer):
     def _load_resharded(
         self,
         engine: DeepSpeedEngine,
-        path: str,
+        checkpoint: sharded_reader.ShardedCheckpoint,
         record: CommitRecord,
-        trainer_state: Dict[str, Any],
+        average: Dict[str, Any],
     ) -> None:
-        """
-        Loads a checkpoint of another world size, with this rank's shard of the moving averages.
-        """
-        announce(
-            logger,
-            "Resharding checkpoint from world size %d to %d",
-            record.world_size,
-            dist.get_world_size(),
-        )
-        checkpoint = sharded_reader.ShardedCheckpoint(path)
+        """Loads a checkpoint of other shards, with this rank's shard of the moving averages."""
         resharding.load(engine, checkpoint, record.frozen)
-        if "moving_average" in trainer_state:
-            shadows = resharding.read_shadows(engine, checkpoint)
-            trainer_state["moving_average"]["shadows"] = shadows
+        if checkpoint.has_moving_average:
+            average["shadows"] = resharding.read_shadows(engine, checkpoint)
 
     @property
     def _last_save(self) -> PointInTime:
@@ -571,6 +601,20 @@ class DeepSpeedCheckpointer(Checkpointer):
 
 
 DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
+
+
+def _refuse_replaced(trainer: TrainerProtocol) -> None:
+    shards = Shards(trainer.engine)
+    now = dict(trainer.model.named_parameters(remove_duplicate=False))
+    for parameter in shards.trained & trainer.engine.param_names.keys():
+        name = shards.names[parameter]
+        if parameter.requires_grad and now.get(name) not in trainer.engine.param_names:
+            raise ConfigurationError(
+                f"The parameter '{name}' was removed or replaced after the trainer was "
+                "constructed, so the optimizer doesn't update what is saved, and the training "
+                "can't be resumed: replace layers in the model's constructor, or write "
+                "'trainer.checkpointer': null."
+            )
 
 
 def _warn_of_other_steps(before: int, now: int) -> None:

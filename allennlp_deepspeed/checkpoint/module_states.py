@@ -8,7 +8,7 @@ import hashlib
 import io
 import logging
 from collections import deque
-from typing import Any, Dict, Optional
+from typing import Any, Collection, Dict, Optional
 
 import numpy as np
 import torch
@@ -101,10 +101,54 @@ def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None
     states : `Dict[str, Dict[str, Any]]`, required.
         As returned by `module_states`.
     """
-    modules = dict(model.named_modules())
+    _load_states(dict(model.named_modules()), states)
+
+
+class AttributeStates:
+    """
+    What training changes in attributes of objects, such as a user's scheduler, that isn't in their
+    own `state_dict`. The same attributes are saved as those of metrics.
+
+    # Parameters
+
+    objects : `Dict[str, Any]`, required.
+        Newly constructed objects with a `state_dict`, by name. That of an optimizer has none of its
+        attributes but `excluded` ones.
+    excluded : `Collection[str]`, required.
+        Attributes that aren't saved.
+    """
+
+    def __init__(self, objects: Dict[str, Any], excluded: Collection[str]) -> None:
+        self._objects = objects
+        self._excluded = excluded
+        self._before = fingerprints(self._states())
+
+    def state_dict(self) -> Dict[str, State]:
+        return changed_states(self._states(), self._before)
+
+    def load_state_dict(self, state_dict: Dict[str, State]) -> None:
+        _load_states(self._objects, state_dict)
+
+    def _states(self) -> Dict[str, State]:
+        states: Dict[str, State] = {}
+        for name, value in self._objects.items():
+            is_optimizer = isinstance(value, torch.optim.Optimizer)
+            elsewhere = {*self._excluded, *(() if is_optimizer else value.state_dict())}
+            states[name] = {
+                key: encoded
+                for key, attribute in vars(value).items()
+                if key not in elsewhere
+                # Flags of a library's optimizer tell what it has set up in this process.
+                and not (is_optimizer and isinstance(attribute, bool))
+                and (encoded := _encode(attribute, within_metric=True)) is not None
+            }
+        return states
+
+
+def _load_states(owners: Dict[str, Any], states: Dict[str, State]) -> None:
     for name, state in states.items():
-        if name in modules:
-            _load_attributes(modules[name], state)
+        if name in owners:
+            _load_attributes(owners[name], state)
 
 
 def _encode(value: Any, within_metric: bool) -> Optional[State]:

@@ -1,11 +1,12 @@
 """
-Loads a checkpoint of ZeRO stages 1 to 3 into another world size: each rank reads its shards from
-the files that the other ranks wrote, as `torch.distributed.checkpoint` does. DeepSpeed's
-`ds_to_universal` would write the full checkpoint once more, and supports Adam's states only.
+Loads a checkpoint of ZeRO stages 1 to 3 into another world size, or into a model whose parameters
+have another order: each rank reads its shards by name from the files that all ranks wrote, as
+`torch.distributed.checkpoint` does. DeepSpeed's `ds_to_universal` would write the full checkpoint
+once more, and supports Adam's states only.
 """
 
 from functools import partial
-from typing import Any, Callable, Collection, Dict, Tuple
+from typing import Any, Callable, Collection, Dict, List, Tuple
 
 import torch
 
@@ -13,7 +14,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
-from allennlp_deepspeed.engine.shards import Shards, full_shape, local_partition
+from allennlp_deepspeed.engine.shards import Shards, local_partition
 
 
 def is_needed(record: CommitRecord, world_size: int) -> bool:
@@ -32,7 +33,8 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Colle
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-        A newly constructed engine with the same model and the same optimizer.
+        A newly constructed engine with the same model and the same optimizer, whose groups have
+        the parameters of the checkpoint, in any order.
     checkpoint : `ShardedCheckpoint`, required.
     excluded : `Collection[str]`, required.
         The frozen parameters that are not in the checkpoint.
@@ -40,21 +42,21 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Colle
     # Raises
 
     `CheckpointError`
-        On every rank, if the checkpoint is of another model or another optimizer, or if weights are
-        on NVMe.
+        On every rank, if optimizer states can't be resharded, or if weights are on NVMe.
     """
     is_partitioned = engine.zero_optimization_partition_weights()
     if is_partitioned and engine.optimizer.params_in_nvme_and_cpu:
         raise CheckpointError(
-            f"{checkpoint.directory} can be resumed with {checkpoint.world_size} workers only, "
-            "because weights are on NVMe. To get its weights, run `allennlp deepspeed export`."
+            f"{checkpoint.directory} can be resumed only with {checkpoint.world_size} workers and "
+            "with parameters in the same order, because weights are on NVMe. To get its weights, "
+            "run `allennlp deepspeed export`."
         )
     shards = Shards(engine)
-    _check_parameters(shards, checkpoint, excluded)
+    states = [_shard_state(shards, index, checkpoint) for index in range(len(shards.masters))]
     for index, master in enumerate(shards.masters):
         _fill(master.data, shards, index, checkpoint.master)
     with shards.in_param_groups():
-        _load_optimizer(engine, shards, checkpoint)
+        _load_optimizer(engine, states, checkpoint)
     if is_partitioned:
         # Partitions the parameters that stage 3 has gathered persistently, until
         # `update_parameters`.
@@ -94,44 +96,14 @@ def _fill(
             fragment.in_master(tensor).copy_(values)
 
 
-def _check_parameters(
-    shards: Shards, checkpoint: ShardedCheckpoint, excluded: Collection[str]
+def _load_optimizer(
+    engine: DeepSpeedEngine, states: List[Dict[str, Any]], checkpoint: ShardedCheckpoint
 ) -> None:
-    trainable = {name for group in shards.names_of_groups for name in group}
-    expected = {
-        name: (tuple(full_shape(parameter)), name in trainable)
-        for parameter, name in shards.names.items()
-        if name not in excluded
-    }
-    actual = {
-        **{name: (tuple(shape), True) for name, shape in checkpoint.trainable.items()},
-        **{name: (tuple(shape), False) for name, shape in checkpoint.frozen.items()},
-    }
-    differing = sorted(n for n in {*actual, *expected} if actual.get(n) != expected.get(n))
-    if differing:
-        raise CheckpointError(
-            f"The model differs from the checkpoint in {checkpoint.directory}. These parameters "
-            "have another shape, are frozen in one of the two, or are missing in one: "
-            f"{', '.join(differing)}."
-        )
-
-
-def _load_optimizer(engine: DeepSpeedEngine, shards: Shards, checkpoint: ShardedCheckpoint) -> None:
     optimizer = engine.optimizer.optimizer
     param_groups = optimizer.state_dict()["param_groups"]
-    expected = shards.names_of_groups
-    actual = [group["params"] for group in checkpoint.param_groups]
-    if [set(group) for group in actual] != [set(group) for group in expected]:
-        raise CheckpointError(
-            "The parameter groups of the optimizer are not those of the checkpoint in "
-            f"{checkpoint.directory}: {expected} instead of {actual}."
-        )
-    states = {
-        index: _shard_state(shards, index, checkpoint) for index in range(len(shards.masters))
-    }
     optimizer.load_state_dict(
         {
-            "state": {index: values for index, values in states.items() if values},
+            "state": {index: values for index, values in enumerate(states) if values},
             "param_groups": [
                 {**saved, "params": group["params"]}
                 for saved, group in zip(checkpoint.param_groups, param_groups)
@@ -148,11 +120,7 @@ def _shard_state(shards: Shards, index: int, checkpoint: ShardedCheckpoint) -> D
     it.
     """
     parameter = shards.names[shards.parameters_of_masters[index][0]]
-    values = {
-        # Copied, because optimizers count steps in place.
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in checkpoint.scalars(parameter).items()
-    }
+    values = checkpoint.scalars(parameter)
     for key in checkpoint.state_names(parameter):
         values[key] = torch.zeros_like(shards.masters[index], requires_grad=False)
         _fill(values[key], shards, index, partial(checkpoint.state, key))

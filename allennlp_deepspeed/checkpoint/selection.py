@@ -8,7 +8,6 @@ import os
 import re
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
-import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
@@ -16,8 +15,9 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
 from allennlp_deepspeed.config.values import is_count
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.shards import full_shape
+from allennlp_deepspeed.engine.shards import Shards, full_shape
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> No
             f"(`allennlp deepspeed export {os.path.dirname(path)}`) and start from them with "
             '"model": {"type": "from_archive", ...}.'
         )
-    shapes = parameter_shapes(trainer.model)
+    shapes = parameter_shapes(trainer.engine)
     different = [
         f"{name} is {record.parameters.get(name, 'not there')} instead of "
         f"{shapes.get(name, 'not there')}"
@@ -312,9 +312,10 @@ def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> No
         )
 
 
-def parameter_shapes(model: torch.nn.Module) -> Dict[str, List[int]]:
-    """Returns the full (unsharded) shapes of the parameters, by name."""
-    return {name: list(full_shape(parameter)) for name, parameter in model.named_parameters()}
+def parameter_shapes(engine: DeepSpeedEngine) -> Dict[str, List[int]]:
+    """Returns the full (unsharded) shapes of the model's parameters, by name."""
+    names = Shards(engine).names
+    return {name: list(full_shape(parameter)) for parameter, name in names.items()}
 
 
 def refuse_allennlp_checkpoints(serialization_dir: str) -> None:

@@ -2,6 +2,7 @@
 Reads checkpoints of any world size and any ZeRO stage, on one CPU and without a process group.
 """
 
+import copy
 import glob
 import math
 import os
@@ -9,6 +10,7 @@ from collections import defaultdict
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from allennlp_deepspeed.checkpoint import serialization
 from allennlp_deepspeed.checkpoint.checkpoint_directory import (
@@ -24,6 +26,9 @@ ElementRange = Tuple[int, int]
 
 _PARAMETERS_OF_GROUPS = "parameters_of_groups"
 
+_MODEL_FILES = "*mp_rank_00_model_states.pt"
+_OPTIMIZER_FILES = "*_optim_states.pt"
+
 _LOSS_SCALER_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -38,6 +43,26 @@ def client_state(engine: DeepSpeedEngine) -> Dict[str, Any]:
     if engine.zero_optimization():
         return {}
     return {_PARAMETERS_OF_GROUPS: Shards(engine).names_of_groups}
+
+
+def names_of_groups(directory: str) -> List[List[str]]:
+    """
+    Returns the names of the parameters in each group of the optimizer, in the order in which they
+    were saved. Needs the files of one rank only.
+
+    # Parameters
+
+    directory : `str`, required.
+        A complete and undamaged checkpoint.
+    """
+    engine_directory = os.path.join(directory, ENGINE_TAG)
+    model = _load(engine_directory, _MODEL_FILES, first_only=True)[0]
+    optimizers = _load(engine_directory, _OPTIMIZER_FILES, first_only=True)
+    if not optimizers:
+        return [list(group) for group in _shapes_at_stage_0(engine_directory, model)]
+    groups = _base_optimizer(optimizers[0]["optimizer_state_dict"])["param_groups"]
+    shapes = model["param_shapes"]
+    return [[name for index in group["params"] for name in shapes[index]] for group in groups]
 
 
 class SavedFragment(NamedTuple):
@@ -106,6 +131,8 @@ class ShardedCheckpoint:
 
     directory : `str`, required.
         A complete and undamaged checkpoint.
+    rank : `int`, optional (default = `0`)
+        The rank whose buffers and extra states are read.
 
     # Attributes
 
@@ -118,7 +145,7 @@ class ShardedCheckpoint:
     frozen : `Dict[str, torch.Size]`
         The shapes of the other parameters, unless the checkpoint leaves them out.
     module : `Dict[str, Any]`
-        The `state_dict` of the model on rank 0. At stage 3 its parameters are empty.
+        The `state_dict` of the model on `rank`. At stage 3 its parameters are empty.
     param_groups : `List[Dict[str, Any]]`
         The groups of the optimizer, with the names of their parameters. Empty at stage 0, where an
         engine can load the optimizer as it is.
@@ -136,12 +163,14 @@ class ShardedCheckpoint:
         If a file or a part of the data is missing.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, rank: int = 0) -> None:
         self.directory = directory
         self._engine_directory = os.path.join(directory, ENGINE_TAG)
-        models = self._load("*mp_rank_00_model_states.pt")
-        optimizers = [file["optimizer_state_dict"] for file in self._load("*_optim_states.pt")]
-        model = models[0]
+        models = _load(self._engine_directory, _MODEL_FILES)
+        optimizers = [
+            file["optimizer_state_dict"] for file in _load(self._engine_directory, _OPTIMIZER_FILES)
+        ]
+        model = models[rank if rank < len(models) else 0]
         self.world_size: int = model["dp_world_size"]
         if optimizers and len(optimizers) != self.world_size:
             raise CheckpointError(
@@ -209,15 +238,17 @@ class ShardedCheckpoint:
             If a state is neither element-wise nor a scalar.
         """
         shard = self._first_shard(name)
-        names = [key for key, value in shard.state.items() if not _is_scalar(value)]
+        names = [key for key, value in shard.state.items() if not is_scalar(value)]
         lengths = (shard.master.numel(), shard.master.numel() + shard.padding)
         for key in names:
-            if shard.state[key].dim() != 1 or shard.state[key].numel() not in lengths:
+            value = shard.state[key]
+            is_tensor = isinstance(value, torch.Tensor)
+            if not is_tensor or value.dim() != 1 or value.numel() not in lengths:
+                what = f"has shape {tuple(value.shape)}" if is_tensor else "is several tensors"
                 raise CheckpointError(
-                    f"In {self._engine_directory} the optimizer state '{key}' has shape "
-                    f"{tuple(shard.state[key].shape)} for a shard of {lengths[0]} weights, which "
-                    "can't be resharded. Resume with the same number of workers "
-                    f"({len(self._shards)})."
+                    f"In {self._engine_directory} the optimizer state '{key}' {what} for a shard "
+                    f"of {lengths[0]} weights, which can't be resharded. Resume with the same "
+                    f"number of workers ({len(self._shards)}), and layers in the same order."
                 )
         return names
 
@@ -227,9 +258,12 @@ class ShardedCheckpoint:
 
     def scalars(self, name: str) -> Dict[str, Any]:
         """
-        Returns the scalar optimizer states of a trainable parameter, such as the number of steps.
+        Returns copies of the optimizer states of a trainable parameter that aren't element-wise,
+        such as the number of steps. Each has no tensors but those of one number.
         """
-        return {k: v for k, v in self._first_shard(name).state.items() if _is_scalar(v)}
+        state = self._first_shard(name).state
+        # Copied, because optimizers count steps in place.
+        return {k: copy.deepcopy(v) for k, v in state.items() if is_scalar(v)}
 
     def moving_average(self, name: str, part: Optional[ElementRange] = None) -> torch.Tensor:
         """
@@ -322,13 +356,6 @@ class ShardedCheckpoint:
         ]
         return {**group, "params": list(dict.fromkeys(names))}
 
-    def _load(self, pattern: str) -> List[Dict[str, Any]]:
-        """Loads the engine's files, in the order of the ranks: one per rank, or a single one."""
-        paths = glob.glob(os.path.join(glob.escape(self._engine_directory), pattern))
-        if not paths and pattern.startswith("*mp_rank"):
-            raise CheckpointError(f"DeepSpeed's files are missing in {self._engine_directory}.")
-        return [serialization.load(path, mmap=True) for path in sorted(paths, key=_rank)]
-
     def _load_moving_averages(self, directory: str) -> Optional[List[Dict[str, torch.Tensor]]]:
         path = CheckpointDirectory(os.path.dirname(directory)).training_state_path
         states = [
@@ -338,6 +365,14 @@ class ShardedCheckpoint:
         if "moving_average" not in states[0]:
             return None
         return [state["moving_average"]["shadows"] for state in states]
+
+
+def _load(directory: str, pattern: str, first_only: bool = False) -> List[Dict[str, Any]]:
+    """Loads the engine's files, in the order of the ranks: one per rank, or a single one."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(directory), pattern)), key=_rank)
+    if not paths and pattern == _MODEL_FILES:
+        raise CheckpointError(f"DeepSpeed's files are missing in {directory}.")
+    return [serialization.load(path, mmap=True) for path in (paths[:1] if first_only else paths)]
 
 
 def _rank(path: str) -> int:
@@ -444,8 +479,9 @@ def _base_optimizer(optimizer: Dict[str, Any]) -> Dict[str, Any]:
     return optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
 
 
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.dim() == 0
+def is_scalar(value: Any) -> bool:
+    """Returns whether a value has no tensors, at any depth, but those of one number."""
+    return not any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves(value))
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,3 +1,4 @@
+from itertools import zip_longest
 from typing import Any, Optional, Set
 
 import torch
@@ -7,7 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine import collectives, internals
 from allennlp_deepspeed.engine.released_parameters import access_allowed
 from allennlp_deepspeed.engine.shards import full_shape
 from allennlp_deepspeed.engine.shared_memory import STAGE_0, check_memory
@@ -67,6 +68,30 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
     if problem is not None:
         with access_allowed():  # parameters that an engine has left sharded have no memory
             check_memory(model, problem)
+
+
+def check_same_order(model: torch.nn.Module) -> None:
+    """
+    Refuses a model whose parameters have another order on another rank: ranks exchange gradients
+    and weights by position. Must be called on every rank.
+
+    # Raises
+
+    `ConfigurationError`
+        On every rank, if the orders differ.
+    """
+    own = [name for name, _ in model.named_parameters()]
+    others = collectives.broadcast_object(own)
+    pairs = zip_longest(others, own, fillvalue="nothing")
+    problem = next(((theirs, name) for theirs, name in pairs if theirs != name), None)
+    problems = collectives.all_gather_object(problem)
+    for rank, different in enumerate(problems):
+        if different is not None:
+            raise ConfigurationError(
+                f"The model has its parameters in another order on rank {rank} than on rank 0, "
+                f"'{different[1]}' instead of '{different[0]}': construct layers in the same order "
+                "in each process, for example from `sorted(names)` instead of a set."
+            )
 
 
 def _stepped_elsewhere(config: ResolvedConfig) -> Optional[str]:

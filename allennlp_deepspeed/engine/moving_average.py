@@ -80,6 +80,11 @@ class ShardedMovingAverage(EvaluationWeights):
         sharded.before_assigning = before_assigning
         return sharded
 
+    @property
+    def of_parameters(self) -> MovingAverage:
+        """Returns the moving average that computes the averages."""
+        return self._moving_average
+
     def _replace_parameters(self) -> None:
         tensors = [dict(self._parameters), self._shadows, self._backups]
         if type(self._moving_average) is not ExponentialMovingAverage:
@@ -157,6 +162,14 @@ class ShardedMovingAverage(EvaluationWeights):
 
     @override
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        differing = sorted(state_dict["shadows"].keys() ^ self._shadows.keys(), key=int)
+        if differing:
+            (parameter, *_) = self._shards.parameters_of_masters[int(differing[0])]
+            raise ConfigurationError(
+                f"The parameter '{self._shards.names[parameter]}' was frozen in one of the "
+                "checkpoint and this training, and 'trainer.moving_average' is of the trainable "
+                "ones: freeze the same parameters as then."
+            )
         for name, shadow in state_dict["shadows"].items():
             self._shadows[name].copy_(shadow)
         tensors = {key: getattr(self._moving_average, f"_{key}") for key in _TENSORS}

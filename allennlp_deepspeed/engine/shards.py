@@ -89,14 +89,16 @@ class Shards:
     trained : `Set[torch.nn.Parameter]`
         All parameters in `groups`.
     names : `Dict[torch.nn.Parameter, str]`
-        The names of all parameters of the model, the first one of parameters with several names.
+        The names of all parameters of the model, the first one of parameters with several names:
+        those at the engine's construction, since a callback may tie or replace parameters later.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._optimizer: Any = engine.optimizer
         self._is_partitioned = engine.zero_optimization_partition_weights()
         self._steps_parameters = engine.optimizer is engine.basic_optimizer
-        self.names = {p: name for name, p in engine.module.named_parameters()}
+        now = {p: name for name, p in engine.module.named_parameters()}
+        self.names: Dict[torch.nn.Parameter, str] = {**now, **engine.param_names}
         self._is_sharded = self._is_partitioned or hasattr(engine.optimizer, "update_lp_params")
         param_groups = [group["params"] for group in engine.basic_optimizer.param_groups]
         if self._is_partitioned:

@@ -44,7 +44,11 @@ from allennlp_deepspeed.engine.engine_workarounds import (
 )
 from allennlp_deepspeed.engine.gathered_parameters import clear_active_modules
 from allennlp_deepspeed.engine.inner_gradients import refuse_inner_gradients
-from allennlp_deepspeed.engine.model_check import check_loaded_weights, check_model
+from allennlp_deepspeed.engine.model_check import (
+    check_loaded_weights,
+    check_model,
+    check_same_order,
+)
 from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
 from allennlp_deepspeed.engine.process_environment import (
     device_index,
@@ -118,6 +122,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         wrap: Callable[[Model, int], Callable[[], None]] = _wrap_nothing,
     ) -> None:
         use_accelerator(device)
+        check_same_order(model)
         check_loaded_weights(model, optimizer, config)
         check_model(model, config)
         if find_unused_parameters and config.zero_stage == 3:

@@ -62,6 +62,8 @@ class FastForward:
         self._validations = validations
         self.saves_during_validation = saves_during_validation
         self._epoch_starts: List[Dict[str, Any]] = []
+        # The training metrics of each epoch.
+        self._metrics: List[Dict[str, Any]] = []
         self._initial_fingerprints: Optional[Dict[str, Any]] = None
         # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
@@ -149,16 +151,19 @@ class FastForward:
 
         `Dict[str, float]`
             The same metrics, unless the checkpoint was saved during the validation of this epoch:
-            then those from before the validation.
+            then those from before the validation. For an epoch before the checkpoint, those of when
+            it was trained, since a subclass of the trainer may read them.
         """
+        epoch = self._progress.epochs_completed
         if self._progress.is_fast_forwarding_epoch:
             self._validations.fast_forward()
-            return metrics
+            return {**next(iter(self._metrics[epoch : epoch + 1]), {}), **metrics}
         if self._interrupted_validation is not None:
             metrics = self._interrupted_validation["train_metrics"]
             # Reading to the end of the data may have changed them.
             set_random_states(self._interrupted_validation["random_states"])
             self._interrupted_validation = None
+        self._metrics[epoch:] = [dict(metrics)]
         if self.saves_during_validation:
             self._before_validation = {
                 "random_states": random_states(),
@@ -183,6 +188,7 @@ class FastForward:
         steps = self._progress.batches_in_epoch_completed
         state = {
             "epoch_starts": list(self._epoch_starts),
+            "metrics": list(self._metrics),
             "validations": self._validations.state_dict(),
             "running_loss": self._running_loss.state_dict() if steps > 0 else None,
             "steps_of_running_loss": steps,
@@ -225,4 +231,6 @@ class FastForward:
                 callback.load_state_dict(own_states[name])
         self._pending_state = state_dict
         self._epoch_starts = list(state_dict["epoch_starts"])
+        # Not in checkpoints of earlier versions.
+        self._metrics = list(state_dict.get("metrics", []))
         self._validations.load_state_dict(state_dict["validations"])

@@ -46,6 +46,7 @@ from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.frozen_parameters import left_out
+from allennlp_deepspeed.checkpoint.module_states import AttributeStates
 from allennlp_deepspeed.checkpoint.trainer_protocol import (
     TRAINING_STATE_VERSION,
     ModelStateOfEngine,
@@ -117,10 +118,17 @@ logger = logging.getLogger(__name__)
 # Attributes that AllenNLP's schedules compute from "num_epochs" and the data.
 _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
+# Attributes of schedulers, moving averages and optimizers whose states other files or parts have.
+_SAVED_ELSEWHERE = {
+    *("_parameters", "_shadows", "_backups"),
+    *("optimizer", "state", "param_groups", "defaults"),
+}
+
 # Parts that only choose how to train, and may choose again.
 _OPTIONAL_PARTS = {
     "gradient_synchronization",
     "reshard_after_micro_batch",
+    "attributes",  # not in checkpoints of earlier versions
 }
 
 T = TypeVar("T")
@@ -298,6 +306,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             wrapped_model.call_before_destroy(self._distributed_metrics.close)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
+            self._attributes = self._construct_attribute_states()
             keep_batches_on_cpu(data_loader, wrapped_model)
             self._is_constructed = True
         # A trainer that is dropped before training is cleaned up too.
@@ -356,6 +365,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             zero_grad.start()
             self._ddp_wrapped_model.call_before_destroy(zero_grad.stop)
         return synchronizer
+
+    def _construct_attribute_states(self) -> AttributeStates:
+        schedule, average = self._learning_rate_scheduler, self._moving_average
+        objects: Dict[str, Any] = {
+            "learning_rate_scheduler": schedule,
+            "learning_rate_scheduler of PyTorch": getattr(schedule, "lr_scheduler", None),
+            "momentum_scheduler": self._momentum_scheduler,
+            "moving_average": getattr(average, "of_parameters", None),
+            "optimizer": self.optimizer,
+        }
+        objects = {name: value for name, value in objects.items() if value is not None}
+        return AttributeStates(objects, excluded=_SAVED_ELSEWHERE)
 
     @property
     def _num_micro_batches(self) -> int:
@@ -832,6 +853,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "learning_rate_scheduler": self._learning_rate_scheduler,
             "momentum_scheduler": self._momentum_scheduler,
             "moving_average": self._moving_average,
+            "attributes": self._attributes,
             "gradient_scaler": self._gradient_step.scaler,
             "best_weights": self.best_weights,
             "gradient_synchronization": self._gradient_synchronizer,

@@ -4,6 +4,7 @@ A model that changes while it is trained, and one whose loss lacks gradients, tr
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
@@ -13,6 +14,7 @@ from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side, error_of_training
 
@@ -137,6 +139,33 @@ def test_other_parameters_than_the_engine_has(
     messages = side.on_all_ranks(error_of_training)
     expect_message(messages[0])
     assert messages == [messages[0]] * world_size
+
+
+def checkpointed(directory: Path, num_epochs: int, change: Callable[[Any], None]) -> Side:
+    return Side(
+        Layers,
+        vectors,
+        stage=0,
+        num_epochs=num_epochs,
+        callbacks=lambda: [OnStart(change)],
+        checkpointer=DeepSpeedCheckpointer(directory),
+    )
+
+
+def test_weights_that_are_tied_in_on_start_are_saved_and_restored_at_stage_0(tmp_path: Path):
+    plain = Side(Layers, vectors, callbacks=lambda: [OnStart(tie)]).train()
+    expected = checkpointed(tmp_path / "whole", 2, tie).train(tmp_path / "whole")
+    checkpointed(tmp_path / "resumed", 1, tie).train(tmp_path / "resumed")
+    actual = checkpointed(tmp_path / "resumed", 2, tie).train(tmp_path / "resumed")
+    assert_same_weights(actual, expected, tolerance=0)
+    assert_same_weights(actual, plain)
+
+
+def test_a_layer_that_is_replaced_in_on_start_is_refused_where_it_would_be_saved(
+    tmp_path: Path, expect_message: Callable[[str], None]
+):
+    (message,) = checkpointed(tmp_path, 2, replace).on_all_ranks(error_of_training, tmp_path)
+    expect_message(message)
 
 
 @pytest.mark.parametrize("stage, world_size", [(2, 1), (3, 1), (3, 2)])

@@ -61,6 +61,35 @@ def test_recovery_keeps_a_constant_that_was_changed(tmp_path: Path, stage: int):
     assert model.num_passes == 2 * num_passes > 0
 
 
+class ReadingLosses(DeepSpeedTrainer):
+    """Reads the training loss of each epoch."""
+
+    losses: List[float] = []
+
+    def _train_epoch(self, epoch: int) -> Dict[str, float]:
+        metrics = super()._train_epoch(epoch)
+        self.losses.append(metrics["loss"])
+        return metrics
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_subclass_reads_the_losses_of_epochs_before_the_checkpoint(
+    tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
+):
+    losses = []
+    for num_epochs in (1, 2, 3):
+        monkeypatch.setattr(ReadingLosses, "losses", [])
+        arguments = {**Task().arguments(tmp_path), "num_epochs": num_epochs}
+        ReadingLosses(
+            **arguments,
+            checkpointer=DeepSpeedCheckpointer(tmp_path),
+            deepspeed_config={"zero_optimization": {"stage": stage}},
+        ).train()
+        losses.append(ReadingLosses.losses)
+    assert [len(each) for each in losses] == [1, 2, 3]
+    assert losses[2][:2] == losses[1] and losses[1][:1] == losses[0]
+
+
 def train_in_turn(directory: Path, num_epochs: int, stage: int) -> StateDict:
     """On parts of the data that go on where those of the epoch before have ended."""
     task = Task()
