@@ -1,0 +1,1 @@
+"""Public AllenNLP projects, at a commit, beside AllenNLP's own trainer."""

@@ -1,0 +1,164 @@
+"""
+Trains public projects, of checkouts in a folder, beside AllenNLP's own trainer, and writes what has
+become of them to `docs/projects.md`. `--only dygiepp,guide` trains some.
+"""
+
+import argparse
+import json
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Dict, List
+
+from benchmarks.harness import report
+from tests.model_library import stand_ins
+from tests.model_library.table import TOLERANCE, is_equal, is_explained
+from tests.upstream_projects.projects import PROJECTS, REMOVED, Project
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT = 3600  # seconds, of a project
+STEPS = {
+    "import": "import",
+    "check": "`check`",
+    "1x0": "one process, stage 0",
+    "1x2": "2",
+    "1x3": "3",
+    "2x0": "two workers, stage 0",
+    "2x2": "2",
+    "2x3": "3",
+    "recover": "`--recover`",
+    "evaluate": "`evaluate`",
+    "predict": "`predict`",
+}
+PAGE = report.REPOSITORY / "docs" / "projects.md"
+
+
+def run(index: int, checkouts: Path, output: Path) -> Dict[str, str]:
+    """
+    Returns what has become of each step. `output` gets the steps as they end, in `{index}.jsonl`,
+    and what commands print, in `{index}.log`.
+    """
+    project = PROJECTS[index]
+    checkout = checkouts / project.repository.replace("/", "+")
+    if not checkout.exists():
+        return {"import": "FAILS: there is no checkout"}
+    results = output / f"{index}.jsonl"
+    ending = ""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (output / f"{index}.log").open("w") as log,
+    ):
+        arguments = [str(index), str(checkouts), folder, str(results)]
+        try:
+            process = subprocess.run(
+                [sys.executable, "-m", "tests.upstream_projects.trial", *arguments],
+                cwd=report.REPOSITORY,
+                stdout=log,
+                stderr=log,
+                timeout=TIME_LIMIT,
+            )
+            if process.returncode:
+                ending = f"FAILS: ends with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            ending = f"FAILS: not done after {TIME_LIMIT} s"
+    lines = results.read_text().splitlines() if results.exists() else []
+    verdicts = {line["step"]: line["text"] for line in map(json.loads, lines)}
+    if ending:
+        verdicts["end"] = ending
+    return verdicts
+
+
+def failures(project: Project, verdicts: Dict[str, str]) -> List[str]:
+    """Returns the steps that have failed, or that differ for a reason which isn't known."""
+    return [
+        f"{step}: {text}"
+        for step, text in verdicts.items()
+        if text != "ok" and not is_explained(project.config, step, text)
+    ]
+
+
+def markdown(heading: Dict[str, object], results: Dict[int, Dict[str, str]]) -> str:
+    rows = [
+        [
+            f"[{project.repository}](https://github.com/{project.repository}/tree/{project.commit}"
+            f"/{project.folder}) `{project.config}`",
+            *(_cell(verdicts.get(step, "–")) for step in STEPS),
+            _needs(project, verdicts),
+        ]
+        for project, verdicts in ((PROJECTS[index], found) for index, found in results.items())
+    ]
+    intro = (
+        "Does my project train, if others' do? Public projects with AllenNLP, at a commit, their "
+        "code unchanged, their own configs on their own fixtures or on a few lines of data in "
+        f"their format (`make upstream-projects PROJECTS=path`). {len(results)} configs; models "
+        "of a hub are small stand-ins with random weights, and files of pretrained embeddings are "
+        "left out. A number is how far weights are, after two epochs, from those of AllenNLP's "
+        "`gradient_descent`, as a part of the update; for `--recover`, after a kill in the second "
+        "epoch, from those of an uninterrupted run, as a part of the largest weight. `check`, "
+        "`--recover`, `evaluate` and `predict` are the `allennlp` command, at stage 3 with two "
+        f"workers. Differences up to {TOLERANCE:.0e} are rounding."
+    )
+    table = report.table(["project and config", *STEPS.values(), "beyond the trainer's type"], rows)
+    return report.document("Projects of others", intro, table, report.describe(heading, False))
+
+
+def _cell(verdict: str) -> str:
+    if verdict in ("ok", "–") or is_equal(verdict):
+        return verdict
+    if explained := re.match(r"DIFFERS, (\S+ [\w ]+): (\S+),", verdict):
+        return f"{explained[2]} ({explained[1]})"
+    number = re.search(r"DIFFERS: (\S+),", verdict)
+    return number[1] if number else "refused" if verdict.startswith("refused") else "fails"
+
+
+def _needs(project: Project, verdicts: Dict[str, str]) -> str:
+    lines = [
+        f"remove `{key}`" if value is REMOVED else f"`{key}`: `{json.dumps(value)}`"
+        for key, value in project.changes.items()
+    ]
+    if project.note:
+        lines.append(project.note)
+    failed = failures(project, verdicts)
+    if failed:
+        lines.append(f"**{failed[0][:160]}**".replace("|", "/"))
+    return "; ".join(lines) or "nothing"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream_projects", description=__doc__)
+    parser.add_argument(
+        "checkouts",
+        type=lambda path: Path(path).resolve(),
+        help="a folder of checkouts, named OWNER+NAME",
+    )
+    parser.add_argument("--only", help="projects and configs with one of these, as in a,b")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the file of the table")
+    parser.add_argument(
+        "--output",
+        type=lambda path: Path(path).resolve(),
+        default=report.RESULTS / "raw" / "projects",
+        help="a folder of steps and logs",
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    parts = (arguments.only or "").split(",")
+    indices = [i for i, p in enumerate(PROJECTS) if any(part in p.title for part in parts)]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    results = {}
+    with stand_ins.hub():
+        for index in indices:
+            results[index] = run(index, arguments.checkouts, arguments.output)
+            for step, text in results[index].items():
+                logger.info("%s %s: %s", PROJECTS[index].title, step, text)
+    if not arguments.only:
+        heading = report.heading(2, "transformers", "allennlp-models")
+        arguments.page.write_text(markdown(heading, results))
+    sys.exit(any(failures(PROJECTS[index], found) for index, found in results.items()))
+
+
+if __name__ == "__main__":
+    main()

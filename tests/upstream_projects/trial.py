@@ -1,0 +1,169 @@
+"""
+Trains a public project, in a process of its own, since packages of projects have the same names.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, Tuple
+
+import torch
+from allennlp.common import Params
+from allennlp.common.util import import_module_and_submodules, push_python_path
+
+from tests.model_library import experiments, trial
+from tests.model_library.__main__ import Trials, ours
+from tests.support.command import Command, Run, allennlp, wait_for_all
+from tests.upstream_projects.projects import PROJECTS, REMOVED, Project
+
+# World size and stage of ZeRO.
+CELLS = [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
+NUM_EPOCHS = 2
+TIME_LIMIT = 240  # seconds, of a command
+
+
+def run(project: Project, checkouts: Path, folder: Path) -> Iterator[Tuple[str, str]]:
+    """
+    Yields each step and what has become of it: how far weights are off, relative to the update by
+    training, `"ok"`, or a message. A project that can't be imported, or whose reference can't be
+    trained, has no further steps.
+    """
+    checkout = folder / "project"
+    shutil.copytree(checkouts / project.repository.replace("/", "+"), checkout)
+    # The server of processes for commands imports our package `tests`, not the project's.
+    allennlp("--version")
+    os.chdir(checkout / project.folder)
+    for path, text in project.files.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    os.environ.update(project.variables)
+    try:
+        # Processes that are forked for commands find this module by the path as it was.
+        with push_python_path("."):
+            for package in project.packages:
+                import_module_and_submodules(package)
+    except Exception as error:
+        yield "import", f"FAILS: {trial.in_short(error)}"
+        return
+    yield "import", "ok"
+    config = _config(project)
+    try:
+        yield from _by_command(project, config, folder)
+    except RuntimeError as error:
+        yield "recover", f"FAILS: {error}"
+    experiments.install()
+    sys.path.insert(0, os.getcwd())
+    try:
+        config = trial.make_vocabulary(config, folder)
+    except Exception as error:
+        yield "reference", f"ERROR: {trial.in_short(error)}"
+        return
+    trials = Trials(config, folder / "trials")
+    for world_size, stage in CELLS:
+        yield f"{world_size}x{stage}", trials.cell(world_size, stage)
+
+
+def _config(project: Project) -> Dict[str, Any]:
+    """Returns the project's config, for two epochs on this machine's processors."""
+    config = Params.from_file(project.config).as_dict(quiet=True)
+    config["trainer"].update(num_epochs=NUM_EPOCHS, cuda_device=-1)
+    for key, value in {**project.fixtures, **project.changes}.items():
+        *path, last = key.split(".")
+        section = functools.reduce(lambda part, name: part[name], path, config)
+        if value is REMOVED:
+            del section[last]
+        else:
+            section[last] = value
+    return config
+
+
+def _by_command(
+    project: Project, config: Dict[str, Any], folder: Path
+) -> Iterator[Tuple[str, str]]:
+    """Checks, trains at stage 3 with two workers, recovers after a kill, evaluates and predicts."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(ours(config, 2, 3)))
+    arguments: Dict[str, Any] = {
+        "include_packages": ["allennlp_deepspeed", *project.packages],
+        "environment": project.variables,
+        "enter": functools.partial(_enter, os.getcwd()),
+    }
+    command = functools.partial(allennlp, time_limit=TIME_LIMIT, **arguments)
+    yield "check", _outcome(command("deepspeed", "check", path))
+    straight, killed = folder / "straight", folder / "killed"
+    outcome = _outcome(command("train", path, "-s", straight))
+    yield "train", outcome
+    if outcome != "ok":
+        return
+    _kill_in_second_epoch(Command("train", path, "-s", killed, **arguments), killed)
+    outcome = _outcome(command("train", path, "-s", killed, "--recover"))
+    yield "recover", outcome if outcome != "ok" else _difference(straight, killed)
+    archive = straight / "model.tar.gz"
+    yield "evaluate", _outcome(command("evaluate", archive, config["validation_data_path"]))
+    if project.predictor:
+        lines = folder / "lines.jsonl"
+        lines.write_text(json.dumps(project.sentence) + "\n")
+        predicted = command("predict", archive, lines, "--predictor", project.predictor)
+    else:
+        data = config["validation_data_path"]
+        predicted = command("predict", archive, data, "--use-dataset-reader", "--silent")
+    yield "predict", _outcome(predicted)
+
+
+def _kill_in_second_epoch(training: Command, folder: Path) -> None:
+    first, last = (folder / f"checkpoint_e{epochs}_b0" for epochs in (1, NUM_EPOCHS))
+    deadline = time.monotonic() + TIME_LIMIT
+    while training.is_running and not first.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    training.signal(signal.SIGKILL)
+    wait_for_all([training], TIME_LIMIT)
+    if last.exists() or not first.exists():
+        raise RuntimeError("The training wasn't killed in its second epoch")
+
+
+def _enter(folder: str) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+
+
+def _outcome(run: Run) -> str:
+    if run.returncode == 0 and not run.processes:
+        return "ok"
+    if run.timed_out:
+        return f"FAILS: not done after {TIME_LIMIT} s"
+    lines = [line.strip() for line in run.output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(?:\w+\.)*\w*Error\b", line)]
+    message = (errors or lines or ["no output"])[-1]
+    return f"FAILS: {message[:400]}"
+
+
+def _difference(folder: Path, other: Path) -> str:
+    """Returns the largest difference of weights, relative to the largest weight of each."""
+    weights, others = (
+        torch.load(path / "best.th", map_location="cpu", weights_only=True)
+        for path in (folder, other)
+    )
+    differences = [
+        float((weight - others[name]).abs().max() / weight.abs().max().clamp(min=1e-12))
+        for name, weight in weights.items()
+        if weight.numel() and weight.is_floating_point()
+    ]
+    return f"{max(differences):.1e}"
+
+
+def main() -> None:
+    index, checkouts, folder, results = sys.argv[1:]
+    with open(results, "w") as file:
+        for step, text in run(PROJECTS[int(index)], Path(checkouts), Path(folder)):
+            file.write(json.dumps({"step": step, "text": text}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
