@@ -42,8 +42,8 @@ def folders(checkout: Path) -> List[str]:
 
 def run(checkout: Path, folder: str) -> List[Outcome]:
     """
-    Runs the tests of a folder in a process of its own, in an empty folder: this repository has a file
-    with plugins of AllenNLP.
+    Runs the tests of a folder in a process of its own, which is started in an empty folder, since
+    this repository has a file with plugins of AllenNLP.
     """
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.xml"

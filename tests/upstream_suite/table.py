@@ -56,7 +56,7 @@ CAUSES = [
     ),
     Cause(
         "libraries",
-        "reads `encoder` of a tokenizer|gives an attention queries|from a tuple, which transformers 5",
+        "reads `encoder` of a tokenizer|gives an attention queries|tuple, which transformers 5",
         "the test uses something that transformers 5 has removed",
     ),
     Cause(
@@ -109,10 +109,11 @@ def markdown(heading: Dict[str, Any], results: Dict[str, List[Outcome]]) -> str:
     by_kind = sorted(causes, key=lambda cause: (list(KINDS).index(cause.kind), -causes[cause]))
     return report.document(
         "AllenNLP's own tests",
-        "All tests of AllenNLP 2.10.1 (`make upstream-folders ALLENNLP=path`), unchanged, with this "
-        "package imported, and with small stand-ins in place of the hub's models. AllenNLP alone "
-        "can't be imported on these versions. The trainers' tests with ours instead of AllenNLP's "
-        "are `make upstream`.",
+        "All tests of AllenNLP 2.10.1, unchanged, with this package imported, and with small "
+        "stand-ins in place of the hub's models (`make upstream-folders ALLENNLP=path`). Without "
+        "this package AllenNLP can't be imported on these versions. Tests that are skipped without "
+        "one of the causes below need a GPU, or AllenNLP has disabled them. `make upstream` also "
+        "runs the tests of trainers with this package's trainer.",
         report.table(columns, [*rows, _row("all", everything)]),
         "Why tests don't pass:",
         report.table(
