@@ -42,11 +42,12 @@ def folders(checkout: Path) -> List[str]:
 
 def run(checkout: Path, folder: str) -> List[Outcome]:
     """
-    Runs the tests of a folder in a process of its own, which is started in an empty folder, since
-    this repository has a file with plugins of AllenNLP.
+    Runs the tests of a folder in a process of its own, which is started in a folder with nothing
+    but the fixtures, since this repository has a file with plugins of AllenNLP.
     """
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.xml"
+        (Path(directory) / "test_fixtures").symlink_to(checkout / "test_fixtures")
         paths = [str(report.REPOSITORY), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
