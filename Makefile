@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures optimizers upstream upstream-models-library bench gpu lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures optimizers upstream upstream-models-library upstream-projects bench gpu lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -33,6 +33,7 @@ help:
 	@echo "make optimizers  train with optimizers of PyTorch and of packages at every stage, beside AllenNLP's own trainer (about 15 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of all folders with this package imported (about 15 minutes)"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
+	@echo "make upstream-projects PROJECTS=path  train public projects, of checkouts in a folder, named OWNER+NAME, beside AllenNLP's own trainer"
 	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about three hours)"
 	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
@@ -145,6 +146,11 @@ upstream-folders: $(VENV)/installed-upstream
 upstream-models-library: $(VENV)/installed-models
 	$(if $(MODELS),,$(error Write `make upstream-models-library MODELS=path`, the path of a checkout of allennlp-models 2.10.1))
 	python -m tests.model_library "$(MODELS)"
+
+# The table is docs/projects.md.
+upstream-projects: $(VENV)/installed-models $(OPS)/CPUAdamBuilder.built
+	$(if $(PROJECTS),,$(error Write `make upstream-projects PROJECTS=path`, the folder of checkouts))
+	python -m tests.upstream_projects "$(PROJECTS)"
 
 bench: $(VENV)/installed-benchmarks
 	python -m benchmarks startup
