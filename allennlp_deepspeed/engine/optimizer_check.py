@@ -19,6 +19,7 @@ from allennlp.training.optimizers import (
     Optimizer,
 )
 
+from allennlp_deepspeed.config.keys import unregistered
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import (
@@ -118,6 +119,10 @@ def check_optimizer(
             f"'trainer.optimizer.type' is \"{name}\", which was removed: write "
             f"{_FORMER_NAMES[name]}"
         )
+    known = Optimizer.list_available()
+    if not isinstance(name, str) or (name not in known and "." not in name):
+        path = "trainer.optimizer" if isinstance(optimizer, str) else "trainer.optimizer.type"
+        raise ConfigurationError(unregistered(path, name, known))
     optimizer_class = registered_class(name)
     settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
     counterpart = find_counterpart(optimizer_class, settings, config)

@@ -14,7 +14,6 @@ from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
-from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import did_you_mean, unregistered
@@ -98,8 +97,8 @@ _BASES: Dict[str, Type[Registrable]] = {
     "validation_data_loader": DataLoader,
 }
 
+# The optimizer's is checked by `check_optimizer`, which knows former names.
 _TRAINER_BASES: Dict[str, Type[Registrable]] = {
-    "optimizer": Optimizer,
     "learning_rate_scheduler": LearningRateScheduler,
     "momentum_scheduler": MomentumScheduler,
     "moving_average": MovingAverage,

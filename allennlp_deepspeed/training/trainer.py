@@ -733,7 +733,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._buffer_broadcast.find_buffers()
         self._loss_of_validation.start()
         try:
-            result = self._loss_of_validation.weight_by_tokens(super()._validation_loss(epoch))
+            with self._gathered_evaluation.evaluation():
+                sums = super()._validation_loss(epoch)
+            result = self._loss_of_validation.weight_by_tokens(sums)
             self._distributed_metrics.check_calls()
             problem = describe_nan_validation(result[0], epoch)
             if problem is not None:

@@ -357,6 +357,8 @@ def reshard(directory: Path) -> Any:
 
 
 def export_(directory: Path) -> Any:
+    # A trainer from Python writes none. It isn't needed for what is refused.
+    (directory / "config.json").write_text('{"model": {"type": "of_somebody"}}')
     return export(str(directory), epoch=1)
 
 
