@@ -184,6 +184,18 @@ def _stand_ins() -> Iterator[Any]:
         transformers.RobertaModel(transformers.RobertaConfig(**roberta)),
         byte_pairs,
     )
+    # What public projects train with, of which AllenNLP's tests use none.
+    small = {**tiny, "intermediate_size": 40}
+    yield (
+        "distilroberta-base",
+        transformers.RobertaModel(transformers.RobertaConfig(**{**roberta, **small})),
+        byte_pairs,
+    )
+    yield (
+        "mrm8488/bert-tiny-finetuned-squadv2",
+        transformers.BertModel(config(**small, vocab_size=30522)),
+        _uncased,
+    )
     yield (
         "distilbert-base-uncased",
         transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(n_layers=2)),
