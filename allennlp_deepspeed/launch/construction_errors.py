@@ -144,7 +144,9 @@ def _keys(frames: List[FrameType]) -> List[str]:
             # The same key, or that of an item of it, such as "callbacks.0".
             keys[-1] = frame.f_locals["argument_name"]
         elif frame.f_code is Lazy.construct.__code__ and caller is not None:
-            keys += _names_of(frame.f_locals["self"], caller)
+            names = _names_of(frame.f_locals["self"], caller)
+            # A train loop may construct an object within another one of the same name.
+            keys += names if names != keys[-1:] else []
     return keys
 
 

@@ -17,6 +17,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader
 
+from allennlp_deepspeed.announcements import is_full_log_requested
 from allennlp_deepspeed.engine.worker_failure import NotANumberError, user_traceback
 from allennlp_deepspeed.launch import construction_errors
 from allennlp_deepspeed.launch.agent import WorkerFailed
@@ -48,9 +49,10 @@ def install() -> None:
             if message is None or not _is_called_by_command():
                 raise
             files = log_to_files(error)
-            # A terminal may show a progress bar that nobody will end.
-            erase = _ERASE_LINE if sys.stderr.isatty() else ""
-            print(f"{erase}{message}", file=sys.stderr)
+            # A terminal, and a file with the full log, may show a progress bar that nobody will end.
+            start = "\n" if is_full_log_requested() else ""
+            start = _ERASE_LINE if sys.stderr.isatty() else start
+            print(f"{start}{message}", file=sys.stderr)
             if files and "(Full traceback: " not in message:
                 print(f"(Full traceback: {files[0]})", file=sys.stderr)
             sys.exit(1)

@@ -158,7 +158,7 @@ def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path) -> None
     assert run.returncode == 1 and not run.processes
     *_, before, message, log = run.output.splitlines()
     assert before.startswith("Reading data.")
-    assert message == "ValueError: no such thing on disk"
+    assert message == "'model': ValueError: no such thing on disk"
     assert log == f"(Full traceback: {tmp_path / 'out' / 'out_worker1.log'})"
 
 
