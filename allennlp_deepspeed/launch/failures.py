@@ -49,7 +49,7 @@ def install() -> None:
             if message is None or not _is_called_by_command():
                 raise
             files = log_to_files(error)
-            # A terminal, and a file with the full log, may show a progress bar that nobody will end.
+            # A terminal, and a file with the full log, may show a bar that nobody will end.
             start = "\n" if is_full_log_requested() else ""
             start = _ERASE_LINE if sys.stderr.isatty() else start
             print(f"{start}{message}", file=sys.stderr)
