@@ -49,7 +49,7 @@ def describe(error: BaseException, section: str = "") -> List[str]:
         if name is not None:
             return [
                 f"{prefix}{as_json(name)} is neither a directory nor a model that the hub's cache "
-                f"has, or can be downloaded: {shortened(error).splitlines()[0]}"
+                "has or that can be downloaded"
             ]
     lines = explain(error, section)
     if lines is None and isinstance(error, ConfigurationError) and error.__cause__ is not None:
