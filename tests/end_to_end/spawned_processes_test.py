@@ -3,6 +3,7 @@ Processes that others start, next to this package: AllenNLP's workers, loader wo
 a user's program.
 """
 
+import functools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from tests.support.experiment import (
     load_config,
 )
 
-TIME_LIMIT = 150  # seconds, for one program
+TIME_LIMIT = 280  # seconds, for one program, which may import AllenNLP several times
 
 PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
 
@@ -36,6 +37,8 @@ LOADER_WORKER = {
     # A spawned worker has a random state of its own.
     "data_loader.shuffle": False,
 }
+
+real_allennlp = functools.partial(subprocess_allennlp, time_limit=TIME_LIMIT)
 
 
 def train(directory: Path, config: Dict[str, Any], command: Callable[..., Run]) -> Result:
@@ -49,7 +52,7 @@ def train(directory: Path, config: Dict[str, Any], command: Callable[..., Run]) 
 
 def test_allennlps_trainer_has_workers_where_the_package_is_included(tmp_path: Path) -> None:
     config = load_config("tagger", TWO_WORKERS, ONE_EPOCH)
-    plain = train(tmp_path / "plain", config, subprocess_allennlp)
+    plain = train(tmp_path / "plain", config, real_allennlp)
     ours = train(tmp_path / "ours", deepspeed(config, 2), allennlp)
     assert_same_weights(ours.weights(), plain.weights())
 
@@ -64,7 +67,7 @@ def test_loader_workers_are_spawned(workers: Dict[str, Any], is_ours: bool, tmp_
         "tagger", workers, ONE_EPOCH, LOADER_WORKER, {"data_loader.start_method": "spawn"}
     )
     spawned = deepspeed(spawned, 2) if is_ours else spawned
-    actual = train(tmp_path / "spawned", spawned, subprocess_allennlp).weights()
+    actual = train(tmp_path / "spawned", spawned, real_allennlp).weights()
     assert_same_weights(actual, expected)
 
 
