@@ -110,7 +110,7 @@ def config_error_message(error: BaseException) -> Optional[str]:
             )
     elif isinstance(error, WRONG_PATHS) and is_raised_in_reading(error):
         message = describe_wrong_path(error, *_data_path(error))
-    elif construction_errors.is_raised_in_construction(error):
+    elif construction_errors.is_raised_in_construction(error) and not is_raised_in_reading(error):
         message = "\n".join(construction_errors.describe(error))
     else:
         return None
