@@ -108,7 +108,7 @@ class DryRun:
             if path is None:
                 continue
             reader = readers.get("dataset_reader")
-            if name != "train" and "validation_dataset_reader" in self._config:
+            if name != "train" and self._config.get("validation_dataset_reader") is not None:
                 reader = readers.get("validation_dataset_reader")
             if reader is None:
                 is_complete = False

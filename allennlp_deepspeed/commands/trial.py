@@ -19,6 +19,7 @@ import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.data import DatasetReader
 from allennlp.training.callbacks import TrainerCallback
 from rich.filesize import decimal
 from typing_extensions import override
@@ -26,8 +27,19 @@ from typing_extensions import override
 import allennlp_deepspeed
 from allennlp_deepspeed.engine.model_states import ModelStates
 from allennlp_deepspeed.launch import failures
+from allennlp_deepspeed_import_hook import temporary_directory
 
 _NUM_STEPS = 2
+
+# Keys of 'distributed' that are about several nodes.
+_OF_NODES = (
+    "num_nodes",
+    "min_nodes",
+    "primary_address",
+    "primary_port",
+    "rendezvous_endpoint",
+    "rendezvous_id",
+)
 
 # Names in the file of events.
 _STARTED, _STEP, _EPOCH, _ENDED = "started", "step", "epoch", "ended"
@@ -124,12 +136,8 @@ class Trial:
         `ConfigurationError`
             If a stage fails, with its name and the error.
         """
-        print(
-            f"Trying {_NUM_STEPS} steps with the first {self._num_instances} instances, in a "
-            "temporary directory:",
-            flush=True,
-        )
-        with tempfile.TemporaryDirectory(prefix="allennlp_deepspeed_") as directory:
+        self._prepare()
+        with tempfile.TemporaryDirectory(dir=temporary_directory.path()) as directory:
             events = self._train(directory, num_epochs=1, recover=False)
             self._print_stages(events)
             if self._config["trainer"].get("checkpointer", {}) is None:
@@ -138,6 +146,28 @@ class Trial:
             start = time.time()
             self._train(directory, num_epochs=2, recover=True)
             print(f"  resumption from the checkpoint, with another epoch: {_since(start)}")
+
+    def _prepare(self) -> None:
+        """Limits the instances, and the nodes to this one."""
+        print(f"Trying {_NUM_STEPS} steps in a temporary directory:", flush=True)
+        distributed = self._config.get("distributed") or {}
+        num_nodes = distributed.get("num_nodes", 1)
+        if num_nodes > 1:
+            print(f"  with the workers of one node, of {num_nodes}")
+            self._num_instances //= num_nodes
+            for key in _OF_NODES:
+                distributed.pop(key, None)
+        for name in ("dataset_reader", "validation_dataset_reader"):
+            section = self._config.get(name)
+            if section is None:
+                continue
+            section = {"type": section} if isinstance(section, str) else section
+            limits = [section.get("max_instances"), self._num_instances]
+            limited = {**section, "max_instances": min(n for n in limits if n is not None)}
+            if _is_reader(limited):
+                self._config[name] = limited
+            else:
+                print(f"  '{name}' has no 'max_instances': an epoch has all instances of its files")
 
     def _train(self, directory: str, num_epochs: int, recover: bool) -> List[Dict[str, Any]]:
         """Trains, and returns the events."""
@@ -160,14 +190,8 @@ class Trial:
         return [*events, {"name": "archived", "time": time.time()}]
 
     def _limited(self, path: str, num_epochs: int) -> Dict[str, Any]:
-        """Returns the config with few instances, few epochs and the callback."""
+        """Returns the config with few epochs and the callback."""
         config = json.loads(json.dumps(self._config))
-        for name in ("dataset_reader", "validation_dataset_reader"):
-            if config.get(name) is not None:
-                reader = config[name]
-                config[name] = {"type": reader} if isinstance(reader, str) else reader
-                limits = [config[name].get("max_instances"), self._num_instances]
-                config[name]["max_instances"] = min(limit for limit in limits if limit is not None)
         trainer = config["trainer"]
         trainer["num_epochs"] = num_epochs
         callback = {"type": f"{__name__}.{TrialCallback.__name__}", "path": path}
@@ -195,6 +219,15 @@ class Trial:
             "model states and buffers)",
             flush=True,
         )
+
+
+def _is_reader(section: Dict[str, Any]) -> bool:
+    """Returns whether a reader, which can be constructed without a limit, takes one."""
+    try:
+        DatasetReader.from_params(Params(json.loads(json.dumps(section))))
+    except (ConfigurationError, TypeError):
+        return False
+    return True
 
 
 def _read(path: Path) -> List[Dict[str, Any]]:

@@ -104,10 +104,7 @@ def config_error_message(error: BaseException) -> Optional[str]:
     if isinstance(error, ConfigurationError):
         message = "\n".join(construction_errors.explain(error) or [error.message])
         if "already exists and is not empty" in message:
-            message += (
-                " To continue its training, add --recover; to delete it, --force; to keep it, "
-                "choose another directory with -s."
-            )
+            message += " Add --force to delete it, or choose another directory with -s."
     elif isinstance(error, WRONG_PATHS) and is_raised_in_reading(error):
         message = describe_wrong_path(error, *_data_path(error))
     elif construction_errors.is_raised_in_construction(error) and not is_raised_in_reading(error):
