@@ -508,10 +508,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         `ConfigurationError`
             If the model has no metrics.
         """
-        of_trainer = ["loss"]
-        if self.model.get_regularization_penalty() is not None:
-            of_trainer.append("reg_loss")
-        if self._validation_data_loader is None or set(self._metric_tracker.names) <= {*of_trainer}:
+        tracker = self._metric_tracker
+        if self._validation_data_loader is None or not isinstance(tracker, AgreedMetricTracker):
+            return
+        of_trainer = {"loss"}
+        # Both methods are users', and called for nothing that no key asks for.
+        if "reg_loss" in tracker.names and self.model.get_regularization_penalty() is not None:
+            of_trainer.add("reg_loss")
+        if of_trainer.issuperset(tracker.names):
             return
         has_metrics = getattr(self.model.get_metrics, "__func__", None) is not Model.get_metrics
         self._pytorch_model.eval()
@@ -519,9 +523,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             of_model = list(self.model.get_metrics())
         except Exception as error:  # before the first call, of anything
             logger.info("get_metrics() of the model fails before the first step: %r", error)
-            of_model = self._metric_tracker.names
+            of_model = tracker.names
             self._fast_forward.saves_during_validation = True
-        problem = self._metric_tracker.describe_missing({*of_trainer, *of_model})
+        problem = tracker.describe_missing({*of_trainer, *of_model})
         if problem is not None and not has_metrics:
             raise ConfigurationError(problem)
         if problem is not None:
