@@ -184,7 +184,9 @@ TRAINER_KEYS: Dict[str, Key] = {
         "several micro-batches in a step. `false` leaves them gathered on each worker until "
         "the step ends, like FSDP2's `set_reshard_after_backward(False)`. Results don't "
         'depend on it. `"auto"` becomes `false` if all parameters take at most half of the '
-        "memory that is free on every worker after the first two steps, otherwise `true` "
+        "memory that is free on every worker after the first two steps, otherwise `true`. "
+        "Unless it is `true`, validation and the test set gather parameters once for all "
+        'batches, also in a single process; `"auto"` does so in the same memory '
         "([communication](communication.md#gathering-parameters-reshard_after_micro_batch)).",
         advice='must be true, false or "auto"',
         may_change=True,

@@ -102,6 +102,48 @@ class Compiler:
             yield
 
 
+@contextmanager
+def explain_errors_at_stage_3(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Context manager that adds to an error of PyTorch's compiler what compiled code can't do at ZeRO
+    stage 3, if the model has compiled methods or modules of its own.
+
+    # Raises
+
+    `RuntimeError`
+        With their names.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_of_compiler = any(c.__module__ == "torch._dynamo.exc" for c in type(error).__mro__)
+        names = _compiled_by_itself(model) if is_of_compiler else []
+        if not names:
+            raise
+        raise RuntimeError(
+            f"The model compiles {', '.join(map(repr, names))} by `torch.compile`, which failed at "
+            "ZeRO stage 3. Hooks gather the parameters of a module when it is called: call modules "
+            "in compiled code instead of reading their weights, and don't compile with "
+            "`fullgraph`. Or remove `torch.compile` from the model, and write "
+            f"'{KEY}' with the modules to compile in "
+            "'trainer.deepspeed_config.zero_optimization.leaf_module'."
+        ) from error
+
+
+def _compiled_by_itself(model: torch.nn.Module) -> List[str]:
+    """Returns the names of the methods and modules that the model has compiled."""
+    names: List[str] = []
+    for name, module in model.named_modules():
+        owners = [*type(module).__mro__, module]
+        attributes = {key: value for owner in owners for key, value in vars(owner).items()}
+        for key, value in attributes.items():
+            added = getattr(value, "__dict__", {})
+            if "_torchdynamo_orig_callable" in added and "_torchdynamo_disable" not in added:
+                # A module compiled in place has this one.
+                names.append(name if key == "_compiled_call_impl" else f"{name}.{key}".lstrip("."))
+    return names
+
+
 def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
     """Returns the outermost leaf modules by name, without activation-checkpointed ones."""
     found: Dict[str, torch.nn.Module] = {}

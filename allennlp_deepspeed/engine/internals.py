@@ -8,6 +8,7 @@ that the attribute exists.
 
 import inspect
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Set, Tuple
 from unittest import mock
 
@@ -317,10 +318,7 @@ def without_module_hooks(offload: Any) -> Iterator[None]:
     Context manager in which the hooks do nothing by which stage 3 gathers parameters before a
     module is called, and releases them afterwards.
     """
-    names = ("forward_hooks", "backward_hooks")
-    handles = [handle for name in names for handle in _read(offload, name)]
-    handles.append(_read(offload, "fwd_pre_hook"))
-    hooks = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+    hooks = _module_hooks(offload)
     # Replaced and not removed, so that they keep their places among the hooks of others.
     replaced = [hooks_of_module[i] for hooks_of_module, i in hooks]
     for hooks_of_module, i in hooks:
@@ -330,6 +328,28 @@ def without_module_hooks(offload: Any) -> Iterator[None]:
     finally:
         for (hooks_of_module, i), hook in zip(hooks, replaced):
             hooks_of_module[i] = hook
+
+
+def copy_modules_without_hooks(offload: Any) -> None:
+    """
+    Leaves these hooks out of deep copies of modules, whose parameters are plain ones: they would
+    look for the shards of these.
+    """
+    for hooks_of_module, i in _module_hooks(offload):
+        hooks_of_module[i] = _UncopiedHook(hooks_of_module[i])
+
+
+class _UncopiedHook(partial):
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _do_nothing
+
+
+def _module_hooks(offload: Any) -> List[Tuple[Dict[int, Any], int]]:
+    """Returns the dictionary and the key of each hook of stage 3 around modules."""
+    names = ("forward_hooks", "backward_hooks")
+    handles = [handle for name in names for handle in _read(offload, name)]
+    handles.append(_read(offload, "fwd_pre_hook"))
+    return [(handle.hooks_dict_ref(), handle.id) for handle in handles]
 
 
 def _do_nothing(*_: Any) -> None:

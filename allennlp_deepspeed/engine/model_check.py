@@ -126,6 +126,13 @@ def _check_sharded(name: str, module: torch.nn.Module, stage: int) -> None:
             'parameters. Write "deepspeed_config": {"zero_optimization": {"stage": 2}}, or remove '
             "'torch.jit'."
         )
+    # By its name, because its module takes seconds to import.
+    if stage == 3 and type(module).__name__ == "OptimizedModule":
+        raise ConfigurationError(
+            f"The module '{name}' is wrapped by `torch.compile`, and ZeRO stage 3 can't gather the "
+            "parameters of a wrapper. Compile the module in place, by its method `compile()`, or "
+            'write "deepspeed_config": {"zero_optimization": {"stage": 2}}.'
+        )
     if _attribute(module, "sparse") is True:
         raise ConfigurationError(
             f"The embedding '{name}' has \"sparse\": true, but DeepSpeed can't reduce sparse "

@@ -1,8 +1,11 @@
 """Constructs a model whose parameters are partitioned over the ranks as they are created."""
 
 import functools
+import gc
 import inspect
+import logging
 import os
+import weakref
 import zipfile
 from collections import OrderedDict
 from contextlib import ExitStack
@@ -16,6 +19,7 @@ from typing import (
     Iterator,
     List,
     Optional,
+    Set,
     Tuple,
     Type,
 )
@@ -30,13 +34,15 @@ from torch.nn.parameter import is_lazy
 
 from allennlp_deepspeed.compat import transformer_key
 from allennlp_deepspeed.deepspeed_api import zero
-from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine import collectives, internals
 from allennlp_deepspeed.engine import wrapped_model as engine
 from allennlp_deepspeed.engine.model_check import has_precision
 from allennlp_deepspeed.engine.shared_memory import shared_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -98,6 +104,10 @@ class PartitionedConstruction:
         self._num_unsharded_elements = 0
         # Pairs that shared memory until one of them was partitioned.
         self._shared: List[Tuple[Parameter, Parameter]] = []
+        # Parameters that have been partitioned, in the same order on each rank.
+        self._partitioned: List[weakref.ref] = []
+        # Names of the attributes that partitioned parameters have in addition to their own.
+        self._added_attributes: Set[str] = set()
         self._is_in_from_pretrained = False
         self._undo = ExitStack()
 
@@ -123,7 +133,8 @@ class PartitionedConstruction:
     def finish(self, model: Module) -> None:
         """
         Partitions parameters that a constructor has added late, and moves buffers to this worker's
-        device. Every rank must call it once the model is complete.
+        device. Parameters outside of the model become plain ones again. Every rank must call it
+        once the model is complete.
 
         # Raises
 
@@ -132,6 +143,7 @@ class PartitionedConstruction:
         """
         self._partition_module(model)
         self._partition_all_again()
+        self._unshard_hidden(model)
         # Reading names gathers the parameters.
         named = model.named_parameters() if self._shared else iter(())
         names = {parameter: name for name, parameter in named}
@@ -268,11 +280,13 @@ class PartitionedConstruction:
             return  # the engine refuses it by name
         self._find_shared(parameter)
         self._to_device(parameter)
+        own_attributes = set(vars(parameter))
         internals.shard_parameter(self._partitioner, parameter)
+        self._added_attributes |= set(vars(parameter)) - own_attributes
+        self._partitioned.append(weakref.ref(parameter))
 
     def _partition_again(self, parameter: Any) -> None:
-        del self._unsharded[id(parameter)]
-        self._num_unsharded_elements -= parameter.ds_numel
+        self._forget_unsharded(parameter)
         if not internals.is_gathered(parameter):
             return  # a constructor that supports DeepSpeed has partitioned it
         self._find_shared(parameter)
@@ -287,6 +301,36 @@ class PartitionedConstruction:
     def _partition_all_again(self) -> None:
         for parameter in list(self._unsharded.values()):
             self._partition_again(parameter)
+
+    def _unshard_hidden(self, model: Module) -> None:
+        """
+        Turns partitioned parameters that still exist outside of the model into plain ones, on the
+        CPU. The engine doesn't gather them: a frozen copy in a list, for example, which is how
+        models keep a teacher out of their state dicts.
+        """
+        cached_transformers._model_cache.clear()
+        gc.collect()
+        in_model = {p for module in model.modules() for _, p in _own_parameters(module)}
+        parameters = [reference() for reference in self._partitioned]
+        are_hidden = [int(p is not None and p not in in_model) for p in parameters]
+        # What only some ranks still have can't be gathered.
+        are_on_all = collectives.all_reduce_min(are_hidden, self._device)
+        hidden = [p for p, is_on_all in zip(parameters, are_on_all) if is_on_all]
+        for parameter in hidden:
+            self._mark_used(parameter)
+            self._forget_unsharded(parameter)
+            for name in self._added_attributes & set(vars(parameter)):
+                delattr(parameter, name)
+        if hidden and dist.get_rank() == 0:
+            logger.info(
+                "%d parameters aren't among those of the model, such as a module in a list. Each "
+                "worker has all of their elements.",
+                len(hidden),
+            )
+
+    def _forget_unsharded(self, parameter: Any) -> None:
+        del self._unsharded[id(parameter)]
+        self._num_unsharded_elements -= parameter.ds_numel
 
     def _find_shared(self, parameter: Parameter) -> None:
         """

@@ -83,10 +83,11 @@ class ReleasedParameter(torch.nn.Parameter):
             raise RuntimeError(
                 f"The parameter '{vars(next(released))[_NAME]}' is used while ZeRO stage 3 has it "
                 "sharded, outside the forward pass of its module. To read it, gather it on every "
-                "rank: `with deepspeed.zero.GatheredParameters([parameter]):`. To change it in a "
-                "callback: `with trainer.modified_weights():`. For a penalty on weights, override "
-                "the model's `get_regularization_penalty`. After training with several workers, "
-                "load the archive."
+                "rank: `with deepspeed.zero.GatheredParameters([parameter]):`. To copy a module: "
+                "`with deepspeed.zero.GatheredParameters(list(module.parameters())):`. To change "
+                "it in a callback: `with trainer.modified_weights():`. For a penalty on weights, "
+                "override the model's `get_regularization_penalty`. After training with several "
+                "workers, load the archive."
             )
         with access_allowed():
             return function(*args, **(kwargs or {}))

@@ -146,8 +146,8 @@ class WeightChangeDetector:
         where = " on another rank" if found is None else ""
         raise RuntimeError(
             f"{changed} was changed outside the optimizer{where}. The optimizer updates master "
-            "weights, and its next step would undo the change. Make it in a callback, within `with "
-            "trainer.modified_weights():`, on every rank. In a forward pass, compute with a "
+            "weights, and its next step would undo the change. Make it in a callback, within "
+            "`with trainer.modified_weights():`, on every rank. In a forward pass, compute with a "
             "changed copy instead: `torch.clamp(weight, max=4.6)` for "
             "`weight.data.clamp_(max=4.6)`."
         )

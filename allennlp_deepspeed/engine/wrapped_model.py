@@ -6,10 +6,10 @@ Initializes and destroys DeepSpeed's engine in an AllenNLP worker. No other modu
 import gc
 import logging
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, ContextManager, Iterator, List, Optional
 from unittest import mock
 
 import deepspeed
@@ -26,6 +26,7 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
     deepspeed_logging,
+    internals,
     leaf_modules,
     loss_scaling,
     module_calls,
@@ -33,7 +34,7 @@ from allennlp_deepspeed.engine import (
     released_parameters,
     used_optimizers,
 )
-from allennlp_deepspeed.engine.compilation import Compiler
+from allennlp_deepspeed.engine.compilation import Compiler, explain_errors_at_stage_3
 from allennlp_deepspeed.engine.engine_workarounds import (
     adams_on_cpu,
     allow_plain_backward,
@@ -215,6 +216,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         enter(deepspeed_logging.log_reports(self.engine))
         activation_checkpointing.configure(model, config.engine_config, device)
         if config.zero_stage == 3:
+            internals.copy_modules_without_hooks(self.engine.optimizer.parameter_offload)
             enter(module_hooks.skip_hooks_without_graph(model))
             enter(refuse_inner_gradients(model))
             enter(module_hooks.support_inference_mode(self.engine))
@@ -367,6 +369,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if (error.name or "").startswith("ds_"):
                 self.check_parameters()
             raise
+
+    def explain_compiler_errors(self) -> ContextManager[None]:
+        """
+        Context manager in which errors of compiled code in the model say what it can't do at ZeRO
+        stage 3.
+        """
+        is_sharded = self.config.zero_stage == 3
+        return explain_errors_at_stage_3(self._plain_model) if is_sharded else nullcontext()
 
     def check_optimizer_states(self) -> None:
         """

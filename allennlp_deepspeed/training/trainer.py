@@ -466,6 +466,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._save_if_metric_is_unknown(),
                 self._skip_copy_of_best_weights(),
                 self._ddp_wrapped_model.check_parameters_on_error(),
+                self._ddp_wrapped_model.explain_compiler_errors(),
             ):
                 metrics, epoch = super()._try_train()
         except BaseException as error:

@@ -609,7 +609,7 @@ def _frozen(model: Layers) -> None:
 @pytest.mark.parametrize(
     "stage, world_size, is_constructed_partitioned",
     [*(pytest.param(*each, False, id="-".join(map(str, each))) for each in STAGES)]
-    + [pytest.param(3, n, True, id=f"3-{n}-constructed partitioned") for n in (1, 2)],
+    + [pytest.param(3, n, True, id=f"3-{n}-partitioned") for n in (1, 2)],
 )
 def test_frozen_parameters_of_other_types_are_as_they_were(
     tmp_path: Path, stage: int, world_size: int, is_constructed_partitioned: bool

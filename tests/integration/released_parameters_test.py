@@ -225,3 +225,95 @@ def test_the_model_of_one_process_can_be_read_and_copied_after_training() -> Non
 
     with tempfile.TemporaryDirectory() as directory:
         run_workers(1, work)
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+
+
+class Taught(Model):
+    """Is taught by modules that its state dict leaves out, because they are in a list."""
+
+    def __init__(self, teach: Callable[["Taught"], Any] = lambda model: None) -> None:
+        super().__init__(Vocabulary())
+        self.network = _network()
+        self.teachers: List[nn.Module] = []
+        self._teach = teach
+        if teach in (copy_itself, construct_another):
+            teach(self)
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        if not self.teachers:
+            self._teach(self)
+        with torch.no_grad():
+            targets = sum(teacher(inputs) for teacher in self.teachers)
+        return {"loss": (self.network(inputs) - targets - 1).square().mean()}
+
+
+def copy_itself(model: Taught) -> None:
+    model.teachers = [copy.deepcopy(model.network)]
+
+
+def construct_another(model: Taught) -> None:
+    model.teachers = [_network()]
+
+
+def gathered_for_copy(module: nn.Module) -> Any:
+    """A context manager in which parameters are gathered, if they are sharded."""
+    parameters = list(module.parameters())
+    return deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id"))
+
+
+def copy_gathered(model: Taught) -> None:
+    with gathered_for_copy(model.network):
+        copy_itself(model)
+
+
+@pytest.mark.parametrize(
+    "teach, world_size, is_constructed_partitioned",
+    [
+        (copy_itself, 1, True),
+        (copy_itself, 2, True),
+        (copy_itself, 2, False),
+        (construct_another, 2, True),
+        (copy_gathered, 1, False),
+        (copy_gathered, 2, True),
+    ],
+)
+def test_a_teacher_in_a_list_teaches_as_with_gradient_descent(
+    teach: Callable[[Taught], Any], world_size: int, is_constructed_partitioned: bool
+) -> None:
+    sides = [
+        Side(
+            lambda: Taught(teach),
+            vectors,
+            stage,
+            world_size,
+            is_constructed_partitioned=is_constructed_partitioned,
+        )
+        for stage in (3, None)
+    ]
+    assert_same_weights(*(side.train() for side in sides))
+
+
+class Follow(TrainerCallback):
+    """Copies the network before training. Then the copy follows it by a moving average."""
+
+    def on_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        copy_gathered(trainer.model)
+
+    @torch.no_grad()
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        network, (teacher,) = trainer.model.network, trainer.model.teachers
+        with gathered_for_copy(network):
+            for averaged, parameter in zip(teacher.parameters(), network.parameters()):
+                averaged.lerp_(parameter, 0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_teacher_of_a_callback_may_follow_the_model(world_size: int) -> None:
+    sides = [
+        Side(Taught, vectors, stage, world_size, callbacks=lambda: [Follow("")])
+        for stage in (3, None)
+    ]
+    assert_same_weights(*(side.train() for side in sides))

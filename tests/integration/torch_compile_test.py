@@ -3,7 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, Callable, Dict, List, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.contrastive import ContrastiveModel
 from tests.support import workers
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batches, Side, state_arrays
+from tests.support.side_by_side import Batches, Side, error_of_training, state_arrays
 
 DIM, NUM_LABELS = 6, 3
 LEAVES = {"leaf_module": {"classes": ["Layer"]}}
@@ -249,3 +249,73 @@ def test_generated_code_trains_to_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     side = compiled(2, Squares, batches, world_size=1, torch_compile=True)
     expected = Side(Squares, batches).on_all_ranks(train)
     assert_same(side, expected)
+
+
+class CompilesItself(Model):
+    """Compiles a part in its constructor."""
+
+    def __init__(self, compile_part: Callable[["CompilesItself"], Any]) -> None:
+        super().__init__(Vocabulary())
+        self.encoder = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+        compile_part(self)
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": (self.encode(inputs) - 1).square().mean()}
+
+    def encode(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.encoder(inputs).sin()
+
+    def encode_twice(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Reads a weight of another module."""
+        return nn.functional.linear(self.encoder(inputs), self.encoder[0].weight)
+
+
+def _compile_method(model: Any) -> None:
+    model.encode = torch.compile(model.encode, backend="eager")
+
+
+def _compile_in_place(model: Any) -> None:
+    model.encoder.compile(backend="eager")
+
+
+def _compile_to_one_graph(model: Any) -> None:
+    model.encode = torch.compile(model.encode, backend="eager", fullgraph=True)
+
+
+def _compile_reader_of_weights(model: Any) -> None:
+    model.encode = torch.compile(model.encode_twice, backend="eager")
+
+
+def _wrap(model: Any) -> None:
+    model.encoder = torch.compile(model.encoder, backend="eager")
+
+
+def vectors(rank: int) -> List[Dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"inputs": torch.randn(3, DIM, generator=generator)} for _ in range(3)]
+
+
+@pytest.mark.parametrize("compile_part, world_size", [(_compile_method, 2), (_compile_in_place, 1)])
+def test_what_a_model_compiles_itself_trains_at_stage_3(
+    compile_part: Callable[[Any], None], world_size: int
+) -> None:
+    sides = [
+        Side(lambda: CompilesItself(compile_part), vectors, stage, world_size)
+        for stage in (3, None)
+    ]
+    assert_same_weights(*(side.train() for side in sides))
+
+
+@pytest.mark.parametrize("compile_part", [_compile_to_one_graph, _compile_reader_of_weights])
+def test_compiled_code_that_cannot_gather_is_named(
+    compile_part: Callable[[Any], None], expect_message: Callable[[str], None]
+) -> None:
+    side = Side(lambda: CompilesItself(compile_part), vectors, 3)
+    (message,) = side.on_all_ranks(error_of_training)
+    expect_message(message)
+
+
+def test_a_wrapper_of_the_compiler_is_refused_at_stage_3(
+    expect_message: Callable[[str], None],
+) -> None:
+    expect_message(Side(lambda: CompilesItself(_wrap), vectors, 3).refusal())

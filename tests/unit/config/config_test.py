@@ -402,6 +402,17 @@ class TestReshardAfterMicroBatch:
         finds = {"num_gradient_accumulation_steps": "auto", "global_batch_size": 8}
         assert reshards(**finds) is True
 
+    def test_an_evaluation_gathers_once_in_a_single_process_too(self):
+        def reshards(config=self.ZERO_3, world_size=1, **settings):
+            settings = {"serialization_dir": "out", **settings}
+            return resolve(config, world_size=world_size, **settings).reshard_in_evaluation
+
+        assert reshards() == reshards(world_size=4) == "auto"
+        assert reshards(reshard_after_micro_batch=False) is False
+        assert reshards(reshard_after_micro_batch=True) is True
+        assert reshards({"zero_optimization": {"stage": 2}}) is True
+        assert reshards(self.ON_NVME) is reshards(self.HPZ, world_size=4) is True
+
 
 class TestReports:
     @pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
