@@ -21,7 +21,7 @@ from allennlp.common import cached_transformers
 from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.common.cached_transformers import TransformerSpec
 from allennlp.common.util import hash_object
-from allennlp.data.data_loaders import multiprocess_data_loader
+from allennlp.data.data_loaders import data_collator, multiprocess_data_loader
 from allennlp.models import archival
 from allennlp.nn import util as nn_util
 from allennlp.training.callbacks import WandBCallback
@@ -30,6 +30,7 @@ from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
 )
 from isal import igzip
 from tqdm import tqdm
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from allennlp_deepspeed import files
 
@@ -44,6 +45,7 @@ def apply() -> None:
     name_runs_of_wandb()
     compress_archives_with_isal()
     share_locks_of_spawned_loader_workers()
+    mask_tokens_with_the_given_probability()
 
 
 def construct_reduce_on_plateau_without_verbose() -> None:
@@ -255,3 +257,20 @@ def _start_with_own_lock(name: str) -> None:
 
     start_with_own_lock.has_own_lock = True  # type: ignore[attr-defined]
     setattr(multiprocess_data_loader.MultiProcessDataLoader, name, start_with_own_lock)
+
+
+def mask_tokens_with_the_given_probability() -> None:
+    """
+    Makes the collator "language_model" pass its arguments to transformers by name.
+
+    Works around AllenNLP 2.10.1: it passes them by position, where transformers 5 takes
+    `mlm_probability` as `whole_word_mask`, and fails with the first batch. Gone when the collator
+    has the `mlm_probability` that it was given.
+    """
+
+    def by_name(
+        tokenizer: PreTrainedTokenizerBase, mlm: bool, mlm_probability: float
+    ) -> DataCollatorForLanguageModeling:
+        return DataCollatorForLanguageModeling(tokenizer, mlm=mlm, mlm_probability=mlm_probability)
+
+    data_collator.DataCollatorForLanguageModeling = by_name  # type: ignore[misc,assignment]

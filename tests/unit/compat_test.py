@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 import torch
 from allennlp.common import Params
+from allennlp.data import Instance, Vocabulary
+from allennlp.data.data_loaders.data_collator import DataCollator
+from allennlp.data.fields import TextField
+from allennlp.data.token_indexers import PretrainedTransformerIndexer
+from allennlp.data.tokenizers import PretrainedTransformerTokenizer
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 
@@ -37,3 +42,26 @@ def test_tiny_value_of_bf16_is_that_of_fp32():
     assert tiny_value_of_dtype(torch.half) == 1e-4
     with pytest.raises(TypeError):
         tiny_value_of_dtype(torch.long)
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_tokens_are_masked_with_the_probability_of_the_config(tmp_path: Path, probability: float):
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*special_tokens, "a", "b"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    collator = DataCollator.from_params(
+        Params(
+            {
+                "type": "language_model",
+                "model_name": str(tmp_path),
+                "mlm_probability": probability,
+                "filed_name": "text",
+            }
+        )
+    )
+    tokens = PretrainedTransformerTokenizer(str(tmp_path)).tokenize("a b a b")
+    indexers = {"tokens": PretrainedTransformerIndexer(str(tmp_path))}
+    instance = Instance({"text": TextField(tokens, indexers)})
+    instance.index_fields(Vocabulary())
+    labels = collator([instance])["text"]["tokens"]["labels"]
+    assert (labels != -100).sum() == 4 * probability

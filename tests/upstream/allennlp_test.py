@@ -14,6 +14,7 @@ from allennlp.common import tqdm as allennlp_tqdm
 from allennlp.confidence_checks.normalization_bias_verification import NormalizationBiasVerification
 from allennlp.data import Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
+from allennlp.data.data_loaders.data_collator import LanguageModelingDataCollator
 from allennlp.data.dataset_readers import SequenceTaggingDatasetReader
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.nn.util import tiny_value_of_dtype
@@ -69,6 +70,17 @@ def test_spawned_loader_workers_are_given_a_lock_of_another_start_method() -> bo
             start_method="spawn",
         )
         return _fails(lambda: next(iter(loader.iter_instances())))
+
+
+@worked_around_by("compat.mask_tokens_with_the_given_probability")
+def test_the_probability_of_masks_is_passed_as_another_argument() -> bool:
+    with TemporaryDirectory() as directory:
+        with open(f"{directory}/vocab.txt", "w") as file:
+            file.write("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
+        with open(f"{directory}/tokenizer_config.json", "w") as file:
+            file.write('{"tokenizer_class": "BertTokenizer"}')
+        collator = LanguageModelingDataCollator(directory, mlm_probability=0.5)
+    return collator._collator.mlm_probability != 0.5
 
 
 @worked_around_by("compat.tell_cached_transformers_apart")
