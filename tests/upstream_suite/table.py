@@ -76,6 +76,11 @@ CAUSES = [
     ),
     Cause(
         "environment",
+        "No module named 'checklist'|test_add_checklist_subparser",
+        "needs the package `checklist`, which can't be built with today's `notebook`",
+    ),
+    Cause(
+        "environment",
         "test_locking: Failed: DID NOT RAISE .*PermissionError",
         "expects that a file without permissions can't be written, which root can",
     ),
