@@ -1,6 +1,7 @@
 """Writes the table of AllenNLP's own tests, of a checkout of its version 2.10.1."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -55,17 +56,20 @@ def run(checkout: Path, folder: str) -> List[Outcome]:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "TMPDIR": directory,
         }
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", *_OPTIONS, "--rootdir", str(checkout)),
-                *("--junitxml", str(results), str(checkout / "tests" / folder)),
-            ],
-            cwd=directory,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=TIME_LIMIT,
-        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [
+                    *(sys.executable, "-m", "pytest", *_OPTIONS, "--rootdir", str(checkout)),
+                    *("--junitxml", str(results), str(checkout / "tests" / folder)),
+                ],
+                cwd=directory,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=TIME_LIMIT,
+            )
+        if not results.exists():
+            return [Outcome(folder, "failed", "pytest has been killed, or exceeded its time limit")]
         return list(_outcomes(results))
 
 

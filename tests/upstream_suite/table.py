@@ -116,9 +116,10 @@ def markdown(heading: Dict[str, Any], results: Dict[str, List[Outcome]]) -> str:
         "AllenNLP's own tests",
         "All tests of AllenNLP 2.10.1, unchanged, with this package imported, and with small "
         "stand-ins in place of the hub's models (`make upstream-folders ALLENNLP=path`). Without "
-        "this package AllenNLP can't be imported on these versions. Tests that are skipped without "
-        "one of the causes below need a GPU, or AllenNLP has disabled them. `make upstream` also "
-        "runs the tests of trainers with this package's trainer.",
+        "this package AllenNLP can't be imported on these versions. Folders that aren't listed "
+        "haven't been run. Tests that are skipped without one of the causes below need a GPU, or "
+        "AllenNLP has disabled them. `make upstream` also runs the tests of trainers with this "
+        "package's trainer.",
         report.table(columns, [*rows, _row("all", everything)]),
         "Why tests don't pass:",
         report.table(
