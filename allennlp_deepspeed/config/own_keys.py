@@ -172,6 +172,18 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc="`false` trains in fp16 with a constant loss scale of 1.",
         advice="must be true or false",
     ),
+    "half_precision_autocast": Key(
+        Union[bool, Literal["auto"]],
+        default="auto",
+        doc='Whether the forward pass runs under autocast with `bf16` and `fp16`. With `"auto"`, '
+        "modules that are made for half precision compute in the dtype of their weights, as with "
+        "DeepSpeed alone: those of transformers (`PreTrainedModel`), `torch.nn.Transformer*`, and "
+        "models whose class has `computes_in_weights_dtype = True`. The rest of the model runs "
+        "under autocast, because AllenNLP's modules create fp32 tensors. `true` runs all of it "
+        "under autocast, `false` none of it.",
+        advice='must be true, false or "auto"',
+        may_change=True,
+    ),
     "moving_average": Key(
         OBJECT,
         default=None,

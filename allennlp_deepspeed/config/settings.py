@@ -38,6 +38,7 @@ class TrainerSettings:
         `False` and 0 mean no clipping.
     use_amp : `bool`, optional (default = `None`)
     grad_scaling : `bool`, optional (default = `True`)
+    half_precision_autocast : `Union[bool, str]`, optional (default = `"auto"`)
     optimizer : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP optimizer.
     learning_rate : `float`, optional (default = `None`)
@@ -71,6 +72,7 @@ class TrainerSettings:
     grad_norm: Union[float, bool, None] = None
     use_amp: Optional[bool] = None
     grad_scaling: bool = TRAINER_KEYS["grad_scaling"].default
+    half_precision_autocast: Union[bool, str] = TRAINER_KEYS["half_precision_autocast"].default
     optimizer: Optional[str] = None
     learning_rate: Optional[float] = None
     learning_rate_scheduler: Optional[str] = None
@@ -187,6 +189,8 @@ class ResolvedConfig:
     zero_stage : `int`
     precision : `str`
         "fp32", "bf16", "fp16" or "torch_autocast".
+    half_precision_autocast : `Union[bool, str]`
+        Whether the forward pass runs under autocast in bf16 and fp16, "auto" for a part of it.
     has_optimizer : `bool`
         Whether DeepSpeed builds the optimizer.
     has_scheduler : `bool`
@@ -211,6 +215,7 @@ class ResolvedConfig:
     grad_norm: Union[float, bool]
     zero_stage: int
     precision: str
+    half_precision_autocast: Union[bool, str]
     has_optimizer: bool
     has_scheduler: bool
     offload_device: str

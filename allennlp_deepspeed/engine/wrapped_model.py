@@ -7,7 +7,6 @@ import gc
 import logging
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
 from types import SimpleNamespace
 from typing import Any, Callable, ContextManager, Iterator, List, Optional
 from unittest import mock
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
@@ -26,6 +24,7 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine import (
     activation_checkpointing,
     deepspeed_logging,
+    half_precision,
     internals,
     leaf_modules,
     loss_scaling,
@@ -66,8 +65,6 @@ _NO_ENGINE = (
     "new optimizer or to resume from a checkpoint. To use the engine's forward pass after "
     "`train()`, put both into one `with trainer.session():`."
 )
-
-_HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _wrap_nothing(model: Model, zero_stage: int) -> Callable[[], None]:
@@ -144,7 +141,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._plain_model = model
         # Undone in reverse order, by `destroy` or if the constructor fails.
         self._undo = ExitStack()
-        self._autocast: Callable[[Callable], Callable] = lambda function: function
+        self._in_precision: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         destroy_engines(model)
@@ -178,13 +175,12 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         if self._compiler is not None and config.zero_stage < 3:
             forward = self._compiler.compile(model.forward)
             enter(mock.patch.object(model, "forward", forward))
-        if config.precision in _HALF_PRECISION:
-            # AllenNLP's modules create fp32 tensors in the forward pass (masks, lengths, means),
-            # which a layer with half-precision weights refuses without autocast.
-            self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
-            forward = _convert_outputs_to_fp32(self._autocast(model.forward))
-            # The model may have its own, if a library or a user has wrapped it.
-            enter(mock.patch.object(model, "forward", forward))
+        dtype = half_precision.DTYPES.get(config.precision)
+        if dtype is not None:
+            self._in_precision = half_precision.HalfPrecision(
+                model, dtype, device.type, config.half_precision_autocast
+            )
+            enter(self._in_precision.installed(model))
             if config.zero_stage < 3:  # at stage 3 `PartitionedRegularizer` does this
                 enter(compute_penalty_in_fp32(model))
         regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
@@ -226,7 +222,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
                 enter(module_calls.record_calls(model))
         if regularizer is not None:
             regularizer.gather_with_model()
-        if config.zero_stage == 0 and config.precision in _HALF_PRECISION:
+        if config.zero_stage == 0 and dtype is not None:
             undo_first_step(self.engine)
         if isinstance(self.optimizer, torch.optim.Adagrad):
             keep_adagrad(self.engine)
@@ -239,7 +235,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if config.zero_stage == 3:
                 enter(self._compiler.compile_leaf_modules(model))
             enter(self._compiler.exclude_uncompilable(model))
-        if is_alone and config.precision in _HALF_PRECISION:
+        if is_alone and dtype is not None:
             before.write_master_weights(self.engine)
         before.forget_values(self.engine)
         shards_states = self.engine.optimizer is not self.engine.basic_optimizer
@@ -424,7 +420,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         forward = vars(model).get("forward")
         if self._compiler is not None and self.config.zero_stage < 3:
             function = self._compiler.compile(function)
-        model.forward = self._autocast(function)
+        model.forward = self._in_precision(function)
         try:
             yield
         finally:
@@ -530,26 +526,3 @@ def _refuse_group(*_: Any, **__: Any) -> None:
         "because shards are fixed when the trainer is constructed. Construct them in the model's "
         "constructor, and write 'trainer.optimizer.parameter_groups'."
     )
-
-
-def _convert_outputs_to_fp32(forward: Callable) -> Callable:
-    """
-    Returns a forward pass whose outputs are converted to fp32 in evaluation, because NumPy, which
-    AllenNLP's predictions use, has no bf16. In training the loss is, because the loss of a large
-    batch, or with a regularizer's penalty, overflows fp16.
-    """
-
-    @wraps(forward)
-    def return_fp32(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return tree_map_only(torch.Tensor, _in_fp32, outputs)
-        if "loss" in outputs:
-            outputs["loss"] = _in_fp32(outputs["loss"])
-        return outputs
-
-    return return_fp32
-
-
-def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALF_PRECISION.values() else tensor

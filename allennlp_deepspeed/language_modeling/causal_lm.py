@@ -104,6 +104,7 @@ class CausalLM(TokenLossModel):
 
     default_predictor = "causal_lm"
     validates_whole_set = True
+    computes_in_weights_dtype = True
 
     def __init__(
         self,
