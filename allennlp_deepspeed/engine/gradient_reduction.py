@@ -51,9 +51,10 @@ class GradientReducer:
             and internals.accumulates_in_attribute(engine.optimizer)
         )
         self.is_offloaded = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
-        self._group_indices = self._find_group_indices()
+        groups = self._find_group_indices()
         places = {p: i for i, p in enumerate(engine.module.parameters())}
-        self.parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
+        self.parameters = sorted(groups, key=lambda p: -places.get(p, -1))
+        self._group_indices = [groups[parameter] for parameter in self.parameters]
         self.reduced = array("I")
         self._checksum = 0
         # DeepSpeed's Adam has one step count for all parameters of a group, the last one's.
@@ -132,8 +133,9 @@ class GradientReducer:
         self._optimizer.setup_buckets()
         if self._accumulates_in_attribute:
             internals.fill_accumulated_gradient(self._optimizer, parameter)
-        group_index = self._group_indices[parameter]
-        self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
+        self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(
+            parameter, self._group_indices[index]
+        )
 
     def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
         """Returns whether the parameter has a gradient to reduce."""

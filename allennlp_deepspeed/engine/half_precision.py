@@ -101,12 +101,16 @@ class HalfPrecision:
         if not torch.is_autocast_enabled(self._device_type):
             return forward(*args, **kwargs)
         # What other modules have computed in fp32 under autocast, and their masks.
-        args, kwargs = tree_map_only(torch.Tensor, self._from_fp32, (args, kwargs))
+        convert = self._from_fp32
         with torch.autocast(self._device_type, enabled=False):
-            return forward(*args, **kwargs)
+            return forward(*map(convert, args), **{k: convert(v) for k, v in kwargs.items()})
 
-    def _from_fp32(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
+    def _from_fp32(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(self._dtype) if value.dtype == torch.float32 else value
+        if isinstance(value, (list, tuple, dict)):
+            return tree_map_only(torch.Tensor, self._from_fp32, value)
+        return value
 
 
 def _made_for_half_precision(model: torch.nn.Module) -> List[torch.nn.Module]:

@@ -72,9 +72,13 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return is_zero_param(parameter)
 
 
+GATHERED = ZeroParamStatus.AVAILABLE
+"""The status of a parameter of ZeRO stage 3 whose elements are all on this rank."""
+
+
 def is_gathered(parameter: Any) -> bool:
     """Returns whether all elements of a parameter that ZeRO stage 3 shards are on this rank now."""
-    return _read(parameter, "ds_status") is ZeroParamStatus.AVAILABLE
+    return _read(parameter, "ds_status") is GATHERED
 
 
 def is_released(parameter: Any) -> bool:

@@ -299,10 +299,13 @@ class GradientSynchronizer:
             self._accumulators.move_to_gradients()
         is_reduced = set(self._reducer.reduced)
         needs_all = self._defers_all or (self._reducer.is_offloaded and self._is_last)
-        has_gradient = list(map(self._reducer.has_gradient, self._parameters))
+        has_gradient = map(self._reducer.has_gradient, self._parameters)
         if self._used is not None:
             self._used = zlib.crc32(bytes(has_gradient), self._used)
-        self._has_gradients |= bool(is_reduced) or needs_all or any(has_gradient)
+        # Checked where it isn't certain only: each costs two calls.
+        self._has_gradients = (
+            self._has_gradients or bool(is_reduced) or needs_all or any(has_gradient)
+        )
         if self._is_last and not self._has_gradients:
             self._refuse_step_without_gradient()
         for i, parameter in enumerate(self._parameters):
@@ -356,6 +359,7 @@ class OrderedReduction:
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._parameters = reducer.parameters
+        self._num_parameters = len(reducer.parameters)
         self.is_active = False
         """Whether gradients are reduced as soon as they are ready."""
         # For the micro-batch: the backward pass of autograd that has computed each gradient, and
@@ -386,10 +390,11 @@ class OrderedReduction:
         self._computed_in[index] = backward_pass
         if self._streams is not None:
             self._streams[index] = get_accelerator().current_stream()
-        i = self._next.get(backward_pass, 0)
-        if index != i and backward_pass in self._next:
+        is_first = backward_pass not in self._next
+        i = 0 if is_first else self._next[backward_pass]
+        if index != i and not is_first:
             return
-        while i < len(self._parameters):
+        while i < self._num_parameters:
             if self._computed_in[i] == backward_pass:
                 if self._streams is not None:
                     self._wait_for_gradient(i, self._streams[i])
