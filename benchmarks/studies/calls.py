@@ -151,16 +151,13 @@ def text(data: Dict[str, Any]) -> str:
         of_log = row["logging"]["calls"] - ours["calls"]
         name = f"{row['precision']}, stage {row['stage']}, {row['accumulation']} micro-batches"
         rows.append([name, *ratios, f"{bare['calls']:,.0f}", f"{of_log:,.0f}"])
-    return "\n\n".join(
-        [
-            "# What the host does in a step",
-            "A decoder of 24 layers with 292 parameters and tiny widths, in one process. Counts of "
-            "this package are ratios to those of a loop around DeepSpeed's engine: calls of Python "
-            "(`cProfile`), operators (a dispatch mode), and the bytes of new tensors, in which "
-            "DeepSpeed's buckets are. The last columns have the calls of a step of the loop, and "
-            "those that a step has in addition if this package logs in it, about once a second.",
-            report.table(headings, rows),
-            f"{report.describe(data)} {report.made(data)}. `python -m benchmarks calls` runs it "
-            "again.\n",
-        ]
+    return report.document(
+        "What the host does in a step",
+        f"{report.describe(data)} `python -m benchmarks calls` runs it again.",
+        "A decoder of 24 layers with 292 parameters and tiny widths. Counts of this package are "
+        "ratios to those of a loop around DeepSpeed's engine: calls of Python (`cProfile`), "
+        "operators (a dispatch mode), and the bytes of new tensors, in which DeepSpeed's buckets "
+        "are. The last columns have the calls of a step of the loop, and those that a step has in "
+        "addition if this package logs in it, about once a second.",
+        report.table(headings, rows),
     )
