@@ -71,8 +71,9 @@ _SECONDS_AFTER_CLOSE = 15.0
 _INTERVALS = {"keep_alive_interval": 5, "last_call": 30}
 _ELASTIC_INTERVALS = {"keep_alive_interval": 3, "last_call": 5}
 
-# Seconds for a response of the store, which is on node 0.
-_STORE_READ_SECONDS = 60
+# Seconds for a response of the store, which is on node 0, and of nodes that meet there. At most
+# `rendezvous_timeout`: one of them may be lost meanwhile.
+_STORE_READ_SECONDS = 60.0
 
 # Seconds between two attempts to connect to the store, and until a line reports it.
 _RETRY_SECONDS = 0.5
@@ -659,7 +660,7 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
         return rendezvous.LocalRendezvous()
     # As which the workers of other nodes reach those of this one.
     own_address = node.address if node.has_store else _wait_for_store(node)
-    seconds = timedelta(seconds=_STORE_READ_SECONDS)
+    seconds = timedelta(seconds=min(_STORE_READ_SECONDS, node.rendezvous_timeout))
     try:
         if node.has_store:
             store = rendezvous.start_store(node.address, node.port, seconds)
