@@ -65,7 +65,7 @@ class GradientReducer:
         )
         # Of the last step: whether this rank has used each parameter, and the same on the device.
         self._is_used: List[bool] = []
-        self._used = torch.empty(0)
+        self._is_used_tensor = torch.empty(0)
         internals.disable_gradient_hooks(engine, not self.reduces_all_at_once)
 
     def _find_group_indices(self) -> Dict[torch.nn.Parameter, int]:
@@ -164,10 +164,12 @@ class GradientReducer:
         is_used = [parameter.grad is not None for parameter in self.parameters]
         if is_used != self._is_used:
             self._is_used = is_used
-            self._used = torch.tensor(is_used, dtype=torch.float32, device=self._engine.device)
+            self._is_used_tensor = torch.tensor(
+                is_used, dtype=torch.float32, device=self._engine.device
+            )
         gradients = internals.gradients_for_reduction(self._engine)
         # In the same bucket as the gradients, so that there is no further collective.
-        used = self._used.clone()
+        used = self._is_used_tensor.clone()
         self._engine.buffered_allreduce_fallback(grads=[*gradients, used])
         if not all(is_used):
             is_alone = dist.get_world_size() == 1
