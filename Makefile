@@ -161,6 +161,7 @@ bench: $(VENV)/installed-benchmarks
 	python -m benchmarks retrieval --minilm
 	python -m benchmarks model_states
 	python -m benchmarks calls
+	python -m benchmarks scale
 	python -m benchmarks large_model
 	python -m benchmarks wire
 	python -m benchmarks sequence_length
