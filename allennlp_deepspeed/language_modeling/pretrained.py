@@ -127,7 +127,14 @@ def load_transformer(
             k: v for k, v in arguments.items() if config is not None or k in _CONFIG_ARGUMENTS
         }
         constructed = transformers.AutoModelForCausalLM.from_config(loaded, **arguments)
-    except (ImportError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+    except (
+        AttributeError,
+        ImportError,
+        OSError,
+        TypeError,
+        ValueError,
+        StrictDataclassError,
+    ) as error:
         key = "config" if model_name is None else "model_name"
         raise PretrainedWeightsError(
             f"'model.{key}' is {model_name if config is None else config!r}, from which "
