@@ -66,7 +66,8 @@ class ReleasedParameter(torch.nn.Parameter):
     """
 
     def _set_status(self, status: Any) -> None:
-        vars(self).update({"ds_status": status, _STATUS: status})
+        attributes = self.__dict__
+        attributes["ds_status"] = attributes[_STATUS] = status
         if status is internals.GATHERED:
             self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
 
@@ -186,8 +187,8 @@ def _with_access(function: Callable) -> Callable:
 def refuse_access(parameter: Any) -> None:
     """Turns a released parameter of an engine into a `ReleasedParameter`."""
     is_known = type(parameter) is torch.nn.Parameter and hasattr(parameter, _NAME)
-    if is_known and internals.is_released(parameter):
-        setattr(parameter, _STATUS, parameter.ds_status)
+    if is_known and parameter.ds_status is internals.RELEASED:
+        parameter.__dict__[_STATUS] = internals.RELEASED
         parameter.__class__ = ReleasedParameter  # type: ignore[assignment]
 
 

@@ -14,6 +14,7 @@ import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any, Dict, NamedTuple
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,10 +28,11 @@ from benchmarks.harness import report
 from benchmarks.harness.contender import Contender, Job
 from benchmarks.harness.process_tree import Worker
 from benchmarks.harness.stopwatch import Plan
-from tests.support.workers import run_workers
+from tests.support import workers
 
 _SIZE = {"vocab_size": 50, "num_tokens": 8, "width": 8, "num_layers": 24, "num_heads": 2}
-_WARMUP, _STEPS = 4, 4
+_WARMUP, _STEPS = 3, 2
+_TIME_LIMIT = 200  # seconds, for a training
 _CPU = torch.device("cpu")
 
 
@@ -105,7 +107,8 @@ def measure(contender: Contender, precision: str, stage: int, accumulation: int)
             contender.train(Job(workload, worker, workload.build_data_loader(worker), counter))
             return counter.counts()
 
-    return run_workers(1, train)[0]
+    with mock.patch.object(workers, "TIME_LIMIT", _TIME_LIMIT):
+        return workers.run_workers(1, train)[0]
 
 
 # The host looks at what the device has done about once a second, here never and in each step.
