@@ -38,7 +38,7 @@ help:
 	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about three hours)"
 	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
-	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/architecture.md"
+	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/workarounds.md"
 	@echo "make docs    build the site of the documents in site/ (a minute, without PyTorch)"
 	@echo "make release-check  build the package, and train with it in a clean environment of each Python that there is (15 minutes and 7 GB each)"
 	@echo "make ops     compile the operators of DeepSpeed that tests use"

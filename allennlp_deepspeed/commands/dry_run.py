@@ -172,9 +172,11 @@ class DryRun:
         """Constructs the initializers of a model, which is constructed without them."""
         items: Any = section.items() if isinstance(section, dict) else ()
         for key, part in enumerate(section) if isinstance(section, list) else items:
-            if key == "initializer" and isinstance(part, dict):
+            if key == "initializer" and part is not None:
                 with self._collect(f"{path}.{key}"):
-                    InitializerApplicator.from_params(_params(part))
+                    InitializerApplicator.from_params(
+                        _params(part) if isinstance(part, dict) else part
+                    )
             else:
                 self._construct_initializers(part, f"{path}.{key}")
 

@@ -100,9 +100,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         'depend on it. `"step"` reduces once per optimizer step. Each worker accumulates an '
         'unsharded gradient until then. `"micro_batch"`, at stages 2 and 3, reduces in each '
         'backward pass. This takes less memory and more communication. `"auto"` becomes '
-        '`"step"` if an unsharded gradient takes at most half of the memory that is free on '
-        'every worker after the first step, otherwise `"micro_batch"` '
-        "([communication](communication.md#gradient-accumulation)).",
+        '`"step"` if an unsharded gradient fits after the first step, otherwise '
+        '`"micro_batch"` ([communication](communication.md#gradient-accumulation)).',
         advice='must be "auto", "step" (formerly "boundary") or "micro_batch"; shares and regular '
         "expressions are no longer possible",
         may_change=True,
@@ -195,8 +194,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc="Whether parameters are resharded after each micro-batch, at ZeRO stage 3 with "
         "several micro-batches in a step. `false` leaves them gathered on each worker until "
         "the step ends, like FSDP2's `set_reshard_after_backward(False)`. Results don't "
-        'depend on it. `"auto"` becomes `false` if all parameters take at most half of the '
-        "memory that is free on every worker after the first two steps, otherwise `true`. "
+        'depend on it. `"auto"` becomes `false` if all parameters fit after the first two '
+        "steps, otherwise `true`. "
         "Unless it is `true`, validation and the test set gather parameters once for all "
         'batches, also in a single process; `"auto"` does so in the same memory '
         "([communication](communication.md#gathering-parameters-reshard_after_micro_batch)).",
