@@ -25,7 +25,7 @@ from tests.upstream_projects.projects import PROJECTS, REMOVED, Project
 # World size and stage of ZeRO.
 CELLS = [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
 NUM_EPOCHS = 2
-TIME_LIMIT = 240  # seconds, of a command
+TIME_LIMIT = 400  # seconds, of a command
 
 
 def run(project: Project, checkouts: Path, folder: Path) -> Iterator[Tuple[str, str]]:
@@ -158,9 +158,10 @@ def _difference(folder: Path, other: Path) -> str:
 
 
 def main() -> None:
-    index, checkouts, folder, results = sys.argv[1:]
+    title, checkouts, folder, results = sys.argv[1:]
+    project = next(project for project in PROJECTS if project.title == title)
     with open(results, "w") as file:
-        for step, text in run(PROJECTS[int(index)], Path(checkouts), Path(folder)):
+        for step, text in run(project, Path(checkouts), Path(folder)):
             file.write(json.dumps({"step": step, "text": text}) + "\n")
             file.flush()
 
