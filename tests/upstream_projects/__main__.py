@@ -7,8 +7,8 @@ page from what earlier commands have left in the output folder.
 import argparse
 import json
 import logging
+import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -43,26 +43,24 @@ def run(project: Project, checkouts: Path, output: Path) -> None:
     Tries all steps. `output` gets a line of JSON for each, as it ends, and a log of what commands
     print.
     """
+    from tests.upstream_projects import trial
+
     results = _results(project, output)
     results.unlink(missing_ok=True)
     ending = ""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        results.with_suffix(".log").open("w") as log,
-    ):
-        arguments = [project.title, str(checkouts), folder, str(results)]
-        try:
-            process = subprocess.run(
-                [sys.executable, "-m", "tests.upstream_projects.trial", *arguments],
-                cwd=report.REPOSITORY,
-                stdout=log,
-                stderr=log,
-                timeout=TIME_LIMIT,
-            )
-            if process.returncode:
-                ending = f"FAILS: ends with {process.returncode}"
-        except subprocess.TimeoutExpired:
+    with tempfile.TemporaryDirectory() as folder:
+        # Forked, so that nothing is imported again: packages of projects have the same names.
+        process = multiprocessing.get_context("fork").Process(
+            target=trial.main, args=(project, checkouts, Path(folder), results)
+        )
+        process.start()
+        process.join(TIME_LIMIT)
+        if process.is_alive():
             ending = f"FAILS: not done after {TIME_LIMIT} s"
+            process.kill()
+            process.join()
+        elif process.exitcode:
+            ending = f"FAILS: ends with {process.exitcode}"
     if ending:
         with results.open("a") as file:
             file.write(json.dumps({"step": "end", "text": ending}) + "\n")
@@ -84,6 +82,7 @@ def failures(project: Project, verdicts: Dict[str, str]) -> List[str]:
     return [
         f"{step}: {text}"
         for step, text in verdicts.items()
+        if not project.limit
         if text != "ok" and not is_explained(project.config, step, text)
     ]
 
@@ -129,8 +128,12 @@ def _needs(project: Project, verdicts: Dict[str, str]) -> str:
     ]
     if project.note:
         lines.append(project.note)
-    failed = failures(project, verdicts)
-    if failed:
+    if project.lines:
+        code = "; ".join(project.lines.splitlines())
+        lines.append(f"in a module that is included before: `{code}`")
+    if project.limit:
+        lines.append(f"can't be trained: {project.limit}")
+    elif failed := failures(project, verdicts):
         lines.append(f"**{failed[0][:160]}**".replace("|", "/"))
     return "; ".join(lines) or "nothing"
 

@@ -5,6 +5,8 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence
 
 # The value of a change that removes a key.
 REMOVED = object()
+
+_EMBEDDERS = "model.text_field_embedder.token_embedders"
 # The smallest stand-in of a hub's model.
 _BERT = "epwalsh/bert-xsmall-dummy"
 # AllenNLP 2.0 has renamed it.
@@ -40,6 +42,8 @@ class Project(NamedTuple):
     sentence : `Dict[str, Any]`, optional (default = `{}`)
     note : `str`, optional (default = `""`)
         What the project's owner has to do besides the changes.
+    lines : `str`, optional (default = `""`)
+        Python that its owner has to run before its packages are imported.
     limit : `str`, optional (default = `""`)
         Why it can't be trained. What fails is then no failure of this run.
     """
@@ -56,6 +60,7 @@ class Project(NamedTuple):
     predictor: Optional[str] = None
     sentence: Dict[str, Any] = {}
     note: str = ""
+    lines: str = ""
     limit: str = ""
 
     @property
@@ -108,6 +113,44 @@ _UPOS = "".join(
     f"1\t{first}\t_\tPROPN\n2\t{verb}\t_\tVERB\n3\t.\t_\tPUNCT\n\n"
     for first, verb in (("ann", "left"), ("bob", "ran"), ("cem", "saw"), ("dan", "sat"))
 )
+_ARTICLES = json.dumps(
+    {
+        f"19{number}": {
+            "title": "A title",
+            "abstract": "The abstract.",
+            "full_text": [{"section_name": "Method", "paragraphs": ["A seed.", f"Used {number}."]}],
+            "qas": [
+                {
+                    "question": "What is used?",
+                    "question_id": f"q{number}",
+                    "answers": [
+                        {
+                            "answer": {
+                                "unanswerable": False,
+                                "extractive_spans": [],
+                                "yes_no": None,
+                                "free_form_answer": "a seed",
+                                "evidence": ["A seed."],
+                                "highlighted_evidence": ["seed"],
+                            }
+                        }
+                    ],
+                }
+            ],
+        }
+        for number in range(4)
+    }
+)
+_SRL = (
+    "#begin document (bn/a); part 000\n"
+    + "".join(
+        f"bn/a 0 0 {first} NNP (TOP(S(NP*) - - - - * (ARG0*) -\n"
+        f"bn/a 0 1 {verb} VBD (VP*) {verb} 01 1 - * (V*) -\n"
+        "bn/a 0 2 . . *)) - - - - * * -\n\n"
+        for first, verb in (("Ann", "left"), ("Bob", "ran"), ("Cem", "saw"), ("Dan", "sat"))
+    )
+    + "#end document\n"
+)
 
 PROJECTS = [
     Project(
@@ -159,14 +202,19 @@ PROJECTS = [
         variables={"dropout": "0.2", "embedding_dim": "8", "lr": "0.01"},
         predictor="text_classifier",
         sentence={"sentence": "I like a pan."},
+        note='`pip install allennlp-optuna "optuna<4" importlib-metadata`',
     ),
     Project(
         "semantic-health/allennlp-multi-label",
         "2038ea8e0d441df9b953712383a4b1322cd40f55",
         "tests/fixtures/experiment.jsonnet",
         ["allennlp_multi_label"],
-        fixtures={"data_loader.batch_sampler.batch_size": 1},
-        changes=_CHECKPOINTS,
+        fixtures={
+            "data_loader.batch_sampler.batch_size": 1,
+            # Those of its own have a label that isn't in the training data.
+            "validation_data_path": "tests/fixtures/data/reuters-21578/train.jsonl",
+        },
+        changes={**_CHECKPOINTS, "data_loader.num_workers": REMOVED},
     ),
     Project(
         "JohnGiorgi/DeCLUTR",
@@ -174,7 +222,9 @@ PROJECTS = [
         "tests/fixtures/experiment.jsonnet",
         ["declutr"],
         changes={**_CHECKPOINTS, "dataset_reader.lazy": REMOVED},
-        note="`pip install pytorch-metric-learning`",
+        lines="from allennlp.modules.token_embedders import PretrainedTransformerEmbedder\n"
+        "PretrainedTransformerEmbedder.eval_mode = False",
+        note="`pip install pytorch-metric-learning validators`",
     ),
     Project(
         "allenai/allennlp-semparse",
@@ -210,11 +260,12 @@ PROJECTS = [
         "b37eb5d87b4ee5c204a1e9e6403e660bfa7fa703",
         "config/bilstm-crf.jsonnet",
         ["allennlp_ner", "allennlp_models.tagging"],
-        changes=_CHECKPOINTS,
+        changes={**_CHECKPOINTS, "type": "deepspeed"},
         fixtures={
             **_paths("data/eng.train"),
             "test_data_path": "data/eng.train",
             "data_loader.batch_size": 2,
+            f"{_EMBEDDERS}.token_characters.embedding.vocab_namespace": "token_characters",
             "model.text_field_embedder.token_embedders.tokens.pretrained_file": REMOVED,
         },
         files={"data/eng.train": _CONLL},
@@ -225,15 +276,16 @@ PROJECTS = [
         "training_config/bert_tiny_span.jsonnet",
         ["transformer_srl"],
         changes=_CHECKPOINTS,
-        fixtures=_paths("data/srl.txt"),
-        variables={"SRL_TRAIN_DATA_PATH": "data/srl.txt", "SRL_VALIDATION_DATA_PATH": "-"},
-        files={"data/srl.txt": _CONLL},
+        fixtures={**_paths("data/srl"), "data_loader.batch_sampler.batch_size": 2},
+        variables={"SRL_TRAIN_DATA_PATH": "data/srl", "SRL_VALIDATION_DATA_PATH": "-"},
+        files={"data/srl/all.gold_conll": _SRL},
     ),
     Project(
         "dwadden/dygiepp",
         "b55dec4520a7f4cfa560db51ee32e9dd684e558b",
         "training_config/scierc_lightweight.jsonnet",
         ["dygie"],
+        changes={**_CHECKPOINTS, "data_loader": {"batch_size": 1, "shuffle": True}},
         fixtures=_paths("dygie/tests/fixtures/scierc_article.json"),
     ),
     Project(
@@ -282,9 +334,12 @@ PROJECTS = [
         ["qasper_baselines"],
         fixtures={
             "model.attention_window_size": 16,
+            "trainer.run_confidence_checks": False,
+            **_paths("data/articles.json"),
             "dataset_reader.max_document_length": 256,
             "validation_dataset_reader.max_document_length": 256,
         },
+        files={"data/articles.json": _ARTICLES},
     ),
     Project(
         "OnlpLab/Modality",
@@ -312,7 +367,10 @@ PROJECTS = [
             "model.model_name": "sshleifer/bart-tiny-random",
             "model.max_steps": 5,
             "model.beam_size": 2,
+            "trainer.run_confidence_checks": False,
         },
+        lines='import sys; sys.modules["allennlp_models"] = None',
+        note="it has a copy of a model of allennlp-models: uninstall that, or:",
         files={"data/questions.jsonl": _QUESTIONS},
     ),
     Project(
@@ -340,14 +398,18 @@ params + {
             "data/ud.txt": _UPOS,
         },
         fixtures={
-            "data_loader.batch_sampler.batch_size": 2,
             "dataset_reader.token_indexers.tokens.model_name": _BERT,
             "dataset_reader.tokenizer.model_name": _BERT,
             "model.text_field_embedder.token_embedders.tokens.model_name": _BERT,
             "model.encoder.embedding_dim": 20,
             "model.decoders.upos.input_dim": 20,
         },
-        changes={**_CHECKPOINTS, "model.default_max_sents": REMOVED},
+        changes={
+            **_CHECKPOINTS,
+            "model.default_max_sents": REMOVED,
+            "trainer.learning_rate_scheduler.gradual_unfreezing": REMOVED,
+            "data_loader.batch_sampler": {"type": "bucket", "batch_size": 2},
+        },
         note="a config instead of `train.py`, which merges the two files: "
         "`machamp.util.merge_configs` does it too",
     ),
@@ -361,7 +423,7 @@ params + {
             # Otherwise an update is lost in rounding.
             "trainer.optimizer.lr": 1.0,
         },
-        note="`pip install hydra-core`",
+        note="`pip install hydra-core omegaconf`",
     ),
     Project(
         "altescy/xallennlp",
@@ -373,7 +435,7 @@ params + {
             "model.seq2vec_encoder.ngram_filter_sizes": [2, 3],
         },
         changes={"trainer.checkpointer": REMOVED},
-        variables={"MLFLOW_TRACKING_URI": "file:mlruns"},
+        variables={"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
         note="`pip install flatten_dict mlflow fasttext-wheel`",
     ),
     Project(
@@ -382,7 +444,8 @@ params + {
         "src/tests/fixtures/configs/experiment.jsonnet",
         ["src"],
         folder="ner-model",
-        changes=_LOADER,
+        limit="remove `lazy` from `super().__init__(lazy)` of the reader, and write `data_loader` "
+        "for `iterator`",
     ),
     Project(
         "kajyuuen/allennlp-book",
@@ -392,7 +455,11 @@ params + {
         folder="seq2seq",
         fixtures=_paths("data/dates.tsv"),
         files={"data/dates.tsv": "May 1\t5-1\nJune 2\t6-2\nJuly 3\t7-3\n" * 2},
-        changes=_LOADER,
+        changes={
+            **_LOADER,
+            "dataset_reader.start_symbol": "^",
+            "dataset_reader.end_symbol": "$",
+        },
     ),
     Project(
         "shanest/allennlp-bert-example",
@@ -423,7 +490,7 @@ params + {
             "model.encoder.input_dim": 20,
             "trainer.callbacks": ["track_epoch_callback"],
         },
-        changes={"evaluate_on_test": REMOVED},
+        changes={"type": "deepspeed"},
         variables={"GPU": "-1"},
         files={"data/ner.txt": _CONLL},
         note="`pip install fugashi kyoto-reader pyknp`",
@@ -433,24 +500,29 @@ params + {
         "0315b59df482c27ad36808cf7a992f01e07e36b1",
         "test_fixtures/nlvr_coverage_semantic_parser/experiment.json",
         ["allennlp_semparse"],
+        changes={"data_loader.batch_sampler.sorting_keys": ["sentence"]},
         note="`pip install parsimonious sqlparse unidecode editdistance`",
     ),
     Project(
         "dhruvdcoder/wandb-allennlp",
         "99ffb013fb38eb26a9641be4cc3f4f5e361d2582",
-        "tests/configs/parameter_tying_v1.0.0.jsonnet",
+        "configs/parameter_tying_v1.0.0.jsonnet",
         ["wandb_allennlp", "models"],
-        folder="src",
-        fixtures={"model.d": 1, "trainer.callbacks": REMOVED},
+        folder="tests",
+        fixtures={"model.d": 1},
+        changes={"evaluate_on_test": REMOVED},
+        lines="import os, sys, wandb\n"
+        'sys.path.insert(0, "../src")\n'
+        'wandb.sdk.wandb_settings._get_wandb_dir = lambda root: os.path.join(root, "wandb")',
         variables={
-            "DATA_PATH": "../tests/data",
+            "DATA_PATH": "data",
             "WANDB_MODE": "offline",
             "a": "0.1",
             "bool_value": "true",
             "int_value": "3",
             "call_finish_on_end": "true",
         },
-        note='`pip install shortuuid "wandb<0.19"`',
+        note="`pip install shortuuid`; wandb 0.19 has dropped `_get_wandb_dir`",
     ),
     Project(
         "allenai/sequential_sentence_classification",
