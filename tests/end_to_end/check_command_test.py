@@ -229,8 +229,8 @@ def test_labels_that_come_late_in_the_chosen_data_are_accepted(tmp_path: Path) -
     config = classifier(
         {
             "dataset_reader": {"type": "text_classification_json", "tokenizer": "whitespace"},
-            "train_data_path": "train.jsonl",
-            "validation_data_path": "validation.jsonl",
+            "train_data_path": str(tmp_path / "train.jsonl"),
+            "validation_data_path": str(tmp_path / "validation.jsonl"),
             "datasets_for_vocab_creation": ["train"],
         }
     )

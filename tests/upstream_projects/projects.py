@@ -44,6 +44,9 @@ class Project(NamedTuple):
         What the project's owner has to do besides the changes.
     lines : `str`, optional (default = `""`)
         Python that its owner has to run before its packages are imported.
+    gathers : `bool`, optional (default = `False`)
+        Whether the loss of a worker is of all workers' batches. `gradient_descent` then has as
+        many workers, instead of accumulating.
     limit : `str`, optional (default = `""`)
         Why it can't be trained. What fails is then no failure of this run.
     """
@@ -61,6 +64,7 @@ class Project(NamedTuple):
     sentence: Dict[str, Any] = {}
     note: str = ""
     lines: str = ""
+    gathers: bool = False
     limit: str = ""
 
     @property
@@ -221,9 +225,18 @@ PROJECTS = [
         "b78ac5766d27e1a6cdfadd41cfd2bed57d2ac1c7",
         "tests/fixtures/experiment.jsonnet",
         ["declutr"],
-        changes={**_CHECKPOINTS, "dataset_reader.lazy": REMOVED},
+        changes={
+            **_CHECKPOINTS,
+            "dataset_reader.lazy": REMOVED,
+            "data_loader.num_workers": REMOVED,
+        },
         lines="from allennlp.modules.token_embedders import PretrainedTransformerEmbedder\n"
         "PretrainedTransformerEmbedder.eval_mode = False",
+        fixtures={
+            "data_loader.batch_size": 2,
+            "trainer.run_confidence_checks": False,
+        },
+        gathers=True,
         note="`pip install pytorch-metric-learning validators`",
     ),
     Project(

@@ -68,9 +68,18 @@ def run(project: Project, checkouts: Path, folder: Path) -> Iterator[Tuple[str, 
     except Exception as error:
         yield "reference", f"ERROR: {trial.in_short(error)}"
         return
-    trials = Trials(config, folder / "trials")
+    trials = (_ParallelTrials if project.gathers else Trials)(config, folder / "trials")
     for world_size, stage in CELLS:
         yield f"{world_size}x{stage}", trials.cell(world_size, stage)
+
+
+class _ParallelTrials(Trials):
+    """Trials beside `gradient_descent` with as many workers."""
+
+    def reference(self, world_size: int, prepare: Any = None) -> Any:
+        name = f"reference{world_size}{getattr(prepare, '__name__', '')}"
+        train = functools.partial(trial.train, self._config, world_size, prepare=prepare)
+        return self._train(name, train)
 
 
 def _packages(project: Project) -> List[str]:
