@@ -91,7 +91,7 @@ def markdown(heading: Dict[str, object], results: List[Tuple[Project, Dict[str, 
     rows = [
         [
             f"[{project.repository}](https://github.com/{project.repository}/tree/{project.commit}"
-            f"/{project.folder}) `{project.config}`",
+            f"/{project.folder}): {project.config}",
             *(_cell(verdicts.get(step, "–")) for step in STEPS),
             _needs(project, verdicts),
         ]
@@ -106,7 +106,9 @@ def markdown(heading: Dict[str, object], results: List[Tuple[Project, Dict[str, 
         "`gradient_descent`, as a part of the update; for `--recover`, after a kill in the second "
         "epoch, from those of an uninterrupted run, as a part of the largest weight. `check`, "
         "`--recover`, `evaluate` and `predict` are the `allennlp` command, at stage 3 with two "
-        f"workers. Differences up to {TOLERANCE:.0e} are rounding."
+        f"workers. Differences up to {TOLERANCE:.0e} are rounding; a reason in brackets is one of "
+        "[those](model_library.md) of the library's models. What a project needs besides is a key "
+        "of its config, or what its owner has to do."
     )
     table = report.table(["project and config", *STEPS.values(), "beyond the trainer's type"], rows)
     return report.document("Projects of others", intro, table, report.describe(heading, False))

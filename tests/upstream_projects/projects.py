@@ -320,7 +320,7 @@ PROJECTS = [
     trainer: {optimizer: "adam"}
 }"""
         },
-        note="a config instead of `train.py`, which makes objects by hand",
+        note="a config instead of its script, which makes objects by hand",
     ),
     Project(
         "allenai/allennlp-guide",
@@ -423,7 +423,7 @@ params + {
             "trainer.learning_rate_scheduler.gradual_unfreezing": REMOVED,
             "data_loader.batch_sampler": {"type": "bucket", "batch_size": 2},
         },
-        note="a config instead of `train.py`, which merges the two files: "
+        note="a config instead of its script, which merges the two files: "
         "`machamp.util.merge_configs` does it too",
     ),
     Project(
@@ -560,11 +560,11 @@ params + {
         "experiments/mimics.jsonnet",
         ["allenrank"],
         limit="a module of the project isn't in its repository: remove its import from "
-        "`allenrank/predictors/__init__.py`",
+        "allenrank.predictors",
     ),
     Project(
         "cjber/sprl_allennlp",
-        "",
+        "73dbe52dc515fa78f486eff31b406f6d14a97e31",
         "configs/fg_ner.jsonnet",
         ["ent_model"],
         limit="spaCy 3 has `spacy.training.iob_utils` in the place of `spacy.gold`",

@@ -18,6 +18,7 @@ from allennlp.common.util import import_module_and_submodules, push_python_path
 
 from tests.model_library import experiments, trial
 from tests.model_library.__main__ import Trials, ours
+from tests.model_library.table import TOLERANCE
 from tests.support import command as commands
 from tests.support import preload  # noqa: F401
 from tests.support.command import Command, Run, allennlp, wait_for_all
@@ -171,7 +172,8 @@ def _difference(folder: Path, other: Path) -> str:
         for name, weight in weights.items()
         if weight.numel() and weight.is_floating_point()
     ]
-    return f"{max(differences):.1e}"
+    largest = max(differences)
+    return f"{largest:.1e}" if largest <= TOLERANCE else f"DIFFERS: {largest:.1e}, at most"
 
 
 def main(project: Project, checkouts: Path, folder: Path, results: Path) -> None:
