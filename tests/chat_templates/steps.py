@@ -236,8 +236,8 @@ def main() -> None:
         f"A tiny Llama trains {NUM_STEPS} steps of SGD on conversations with a loss on responses, "
         f"and in one process with the `SFTTrainer` of TRL {trl.__version__} and its "
         "`assistant_only_loss`, from the same weights and with the same conversations, of "
-        "different lengths, in each step. The difference of losses is the largest of a step. The difference "
-        "of weights is a part of their change in training.",
+        "different lengths, in each step. The difference of losses is the largest of a step. The "
+        "difference of weights is a part of their change in training.",
         report.table(headings, rows),
         f"{report.describe(report.heading(1, 'transformers', 'peft'), with_workers=False)} "
         f"`{program}` runs it again, where `trl` is installed.",
