@@ -24,10 +24,8 @@ from tests.chat_templates.conversations import (
     prompt_and_response,
     with_parts,
 )
-from tests.fixtures.chat_tokenizer import chat_tokenizer
+from tests.chat_templates.tokenizer import tokenizer_for
 
-# What looks like a special token in a template.
-MARKER = re.compile(r"<[^<>\s'\"={}]+>|\[/?[A-Z]+\]")
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 NOT_TAKEN, REFUSED = "not taken by the template", "refused"
@@ -120,10 +118,8 @@ class Comparison:
         self.completions: Counter = Counter()
         self.refusals: List[str] = []
         has_marks = MARK.search(template) is not None
-        markers = dict.fromkeys(["<s>", *MARKER.findall(template + (training or ""))])
-        arguments = {"additional_special_tokens": list(markers), "bos_token": "<s>"}
         with tempfile.TemporaryDirectory() as directory:
-            name = chat_tokenizer(Path(directory), template, **arguments)
+            name = tokenizer_for(template, Path(directory))
             tokenizer = AutoTokenizer.from_pretrained(name)
             reader = CausalLMReader(name, loss_on="responses")
             marked_template = template if has_marks else training
