@@ -385,8 +385,8 @@ PROJECTS = [
             "model.beam_size": 2,
             "trainer.run_confidence_checks": False,
         },
-        note="include allennlp_lib.data alone, and `bart` of allennlp-models, of which the project's "
-        "copy reads a cache of transformers 4",
+        note="include allennlp_lib.data alone, and allennlp-models for its `bart`: the project's copy "
+        "of that reads a cache of transformers 4",
         files={"data/questions.jsonl": _QUESTIONS},
     ),
     Project(
@@ -435,7 +435,9 @@ params + {
         "92ccc7e1e9b0f75ed1ee68467b06141c85104f64",
         "test_fixtures/expected_configs/simple_tagger.jsonnet",
         ["allennlp_hydra"],
+        files={"data/tagged.tsv": _TAGGED},
         fixtures={
+            **_paths("data/tagged.tsv"),
             "data_loader.batch_sampler.batch_size": 2,
             # Otherwise an update is lost in rounding.
             "trainer.optimizer.lr": 1.0,
@@ -451,9 +453,10 @@ params + {
             "data_loader.batch_sampler.batch_size": 2,
             "model.seq2vec_encoder.ngram_filter_sizes": [2, 3],
         },
-        changes={"trainer.checkpointer": REMOVED},
+        changes={"trainer.checkpointer": REMOVED, "trainer.callbacks": REMOVED},
         variables={"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
-        note="`pip install flatten_dict mlflow fasttext-wheel`",
+        note="`pip install flatten_dict mlflow fasttext-wheel`; its callback copies the directory of the "
+        "training on each worker, while another writes it",
     ),
     Project(
         "kajyuuen/allennlp-book",
