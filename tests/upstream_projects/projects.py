@@ -385,8 +385,8 @@ PROJECTS = [
             "model.beam_size": 2,
             "trainer.run_confidence_checks": False,
         },
-        note="include allennlp_lib.data alone, and allennlp-models for its `bart`: the project's copy "
-        "of that reads a cache of transformers 4",
+        note="include allennlp_lib.data alone, and allennlp-models for its `bart`: the project's "
+        "copy of that reads a cache of transformers 4",
         files={"data/questions.jsonl": _QUESTIONS},
     ),
     Project(
@@ -455,8 +455,8 @@ params + {
         },
         changes={"trainer.checkpointer": REMOVED, "trainer.callbacks": REMOVED},
         variables={"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
-        note="`pip install flatten_dict mlflow fasttext-wheel`; its callback copies the directory of the "
-        "training on each worker, while another writes it",
+        note="`pip install flatten_dict mlflow fasttext-wheel`; its callback copies the training's "
+        "directory on each worker, while another writes it",
     ),
     Project(
         "kajyuuen/allennlp-book",
@@ -514,14 +514,6 @@ params + {
         variables={"GPU": "-1"},
         files={"data/ner.txt": _CONLL},
         note="`pip install fugashi kyoto-reader pyknp`",
-    ),
-    Project(
-        "nitishgupta/allennlp-semparse",
-        "0315b59df482c27ad36808cf7a992f01e07e36b1",
-        "test_fixtures/nlvr_coverage_semantic_parser/experiment.json",
-        ["allennlp_semparse"],
-        changes={"data_loader.batch_sampler.sorting_keys": ["sentence"]},
-        note="`pip install parsimonious sqlparse unidecode editdistance`",
     ),
     Project(
         "dhruvdcoder/wandb-allennlp",
