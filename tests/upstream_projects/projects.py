@@ -215,6 +215,7 @@ PROJECTS = [
         ["allennlp_multi_label"],
         fixtures={
             "data_loader.batch_sampler.batch_size": 1,
+            "trainer.use_amp": False,
             # Those of its own have a label that isn't in the training data.
             "validation_data_path": "tests/fixtures/data/reuters-21578/train.jsonl",
         },
