@@ -137,6 +137,8 @@ def _needs(project: Project, verdicts: Dict[str, str]) -> str:
         lines.append(f"can't be trained: {project.limit}")
     elif failed := failures(project, verdicts):
         lines.append(f"**{failed[0][:160]}**".replace("|", "/"))
+    elif set(STEPS) - set(verdicts):
+        lines.append("**not tried to the end**")
     return "; ".join(lines) or "nothing"
 
 
