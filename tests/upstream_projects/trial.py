@@ -155,6 +155,7 @@ def _outcome(run: Run) -> str:
         return "ok"
     if run.timed_out:
         return f"FAILS: not done after {TIME_LIMIT} s"
+    print(run.output, flush=True)
     lines = [line.strip() for line in run.output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(?:\w+\.)*\w*Error\b", line)]
     message = (errors or lines or ["no output"])[-1]
