@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures optimizers upstream upstream-models-library upstream-projects bench gpu lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures chat-templates optimizers upstream upstream-models-library upstream-projects bench gpu lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -30,6 +30,7 @@ help:
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
 	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
+	@echo "make chat-templates TRL=path  compare the tokens and the loss of conversations with transformers' and TRL's, for the chat templates of an installed package trl"
 	@echo "make optimizers  train with optimizers of PyTorch and of packages at every stage, beside AllenNLP's own trainer (about 15 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of all folders with this package imported (about 15 minutes)"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
@@ -37,7 +38,7 @@ help:
 	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about three hours)"
 	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
-	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/architecture.md"
+	@echo "make reference  write docs/reference.md, and the list of workarounds in docs/workarounds.md"
 	@echo "make docs    build the site of the documents in site/ (a minute, without PyTorch)"
 	@echo "make release-check  build the package, and train with it in a clean environment of each Python that there is (15 minutes and 7 GB each)"
 	@echo "make ops     compile the operators of DeepSpeed that tests use"
@@ -115,6 +116,11 @@ fuzz: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 architectures: $(VENV)/installed
 	python -m tests.architectures
 
+# The table is committed under benchmarks/results.
+chat-templates: $(VENV)/installed
+	$(if $(TRL),,$(error Write `make chat-templates TRL=path`, the directory of the package trl 1.16))
+	python -m tests.chat_templates "$(TRL)"
+
 # Packages that aren't installed are left out. The table is committed under benchmarks/results.
 optimizers: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)
 	python -m tests.optimizers
@@ -160,6 +166,8 @@ bench: $(VENV)/installed-benchmarks
 	python -m benchmarks contrastive
 	python -m benchmarks retrieval --minilm
 	python -m benchmarks model_states
+	python -m benchmarks calls
+	python -m benchmarks scale
 	python -m benchmarks large_model
 	python -m benchmarks wire
 	python -m benchmarks sequence_length

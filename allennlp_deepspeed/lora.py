@@ -3,13 +3,14 @@ Adds low-rank adapters to transformers, after "LoRA: Low-Rank Adaptation of Larg
 (Hu et al., 2021, https://arxiv.org/abs/2106.09685), with the library `peft`.
 """
 
+import copy
 import dataclasses
 import json
 import logging
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from allennlp.common import Params
@@ -142,8 +143,9 @@ def add_adapters(module: torch.nn.Module, settings: Dict[str, Any], where: str) 
             f"{where} got a transformer that has adapters already: use one without."
         )
     try:
+        # peft adds names to the lists of its configuration.
         config = peft.LoraConfig(
-            base_model_name_or_path=transformer.config.name_or_path, **settings
+            base_model_name_or_path=transformer.config.name_or_path, **copy.deepcopy(settings)
         )
         peft.inject_adapter_in_model(config, transformer)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -200,10 +202,16 @@ def save_adapters(transformer: "PreTrainedModel", directory: str) -> None:
 
     peft = _import_peft()
     weights = peft.get_peft_model_state_dict(transformer, save_embedding_layers=False)
+    by_address = {weight.data_ptr(): name for name, weight in weights.items()}
     path = os.path.join(directory, peft.utils.SAFETENSORS_WEIGHTS_NAME)
     save_file(
-        # The names in a `PeftModel`.
-        {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()},
+        # The names in a `PeftModel`. A file of safetensors has a copy of weights that are tied.
+        {
+            f"base_model.model.{name}": weight.contiguous()
+            if by_address[weight.data_ptr()] == name
+            else weight.clone()
+            for name, weight in weights.items()
+        },
         path,
         metadata={"format": "pt"},
     )
@@ -274,21 +282,65 @@ def check_not_shared(transformer: "PreTrainedModel", alternative: str = "") -> N
     `ConfigurationError`
         If the weights of an adapted module are shared.
     """
-    adapted = list(_adapted_modules(transformer))
+    adapted = _adapted_modules(transformer)
     names: Dict[int, List[str]] = {}
     for name, parameter in transformer.named_parameters(remove_duplicate=False):
-        # By address, if there is one: several loaded parameters may share their memory.
-        names.setdefault(parameter.data_ptr() or id(parameter), []).append(name)
+        names.setdefault(_memory(parameter), []).append(name)
     for sharing in names.values():
-        modules = {next((a for a in adapted if n.startswith(f"{a}.")), None) for n in sharing}
-        if len(modules) > 1:
+        owners = (next((a for a in adapted if n.startswith(f"{a}.")), "") for n in sharing)
+        modules = dict.fromkeys(owners)
+        if len(modules) > 1 and not _are_tied([adapted.get(name) for name in modules]):
             first = next(filter(None, modules))
             others = [n for n in sharing if not n.startswith(f"{first}.")]
             raise ConfigurationError(
                 f"The model's 'lora' adapts '{first}', which shares its weights with "
                 f"'{others[0]}', so adapters can't be merged into them: remove it from "
-                f"'target_modules' or 'modules_to_save'{alternative and ', '}{alternative}."
+                "'target_modules', or if it is in 'modules_to_save' or 'trainable_token_indices', "
+                f"write \"ensure_weight_tying\": true in 'lora'{alternative and ', '}{alternative}."
             )
+
+
+def _memory(parameter: torch.nn.Parameter) -> int:
+    """Returns the address of a parameter, if it has one: loaded parameters may share memory."""
+    return parameter.data_ptr() or id(parameter)
+
+
+def _are_tied(modules: List[Optional[torch.nn.Module]]) -> bool:
+    """Returns whether modules are trained by the same parameters in the place of their own."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    trained = set()
+    for module in modules:
+        if not isinstance(module, AuxiliaryTrainingWrapper):
+            return False
+        own = set(map(_memory, module.original_module.parameters()))
+        trained.add(frozenset(set(map(_memory, module.parameters())) - own))
+    return len(trained) == 1
+
+
+def trained_module(module: torch.nn.Module) -> torch.nn.Module:
+    """
+    Returns the module that computes the outputs of a module in `modules_to_save` or with
+    `trainable_token_indices`, and other modules as they are.
+    """
+    if "peft" not in sys.modules:
+        return module
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.modules_to_save[module.active_adapters[0]]
+    return module.token_adapter if isinstance(module, TrainableTokensWrapper) else module
+
+
+def trains_tokens(module: torch.nn.Module, tokens: Sequence[int]) -> bool:
+    """
+    Returns whether the weights of these tokens in an embedding or output layer are trained.
+    """
+    trained = trained_module(module)
+    indices = getattr(trained, "token_indices", None)
+    if indices is None:
+        return all(parameter.requires_grad for parameter in trained.parameters())
+    return set(tokens) <= {index for values in indices.values() for index in values}
 
 
 def remove_adapters(config: Any) -> Any:

@@ -1,5 +1,6 @@
 """
-Names that transformers has moved or removed since AllenNLP 2.10.1, in their former modules.
+Names that transformers has moved or removed since AllenNLP 2.10.1, and some that AllenNLP itself
+had moved before, in their former modules.
 
 They are there once `allennlp.data` is imported. What has only moved is found under its former name.
 For what is gone, the `ImportError` says what to write.
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 # By module and name: the module and the name where it is today.
 _MOVED: Dict[str, Dict[str, str]] = {
+    "allennlp.common.util": {
+        "import_submodules": "allennlp.common.util:import_module_and_submodules",
+    },
+    "allennlp.training.trainer": {
+        "GradientDescentTrainer": "allennlp.training.gradient_descent_trainer:"
+        "GradientDescentTrainer",
+    },
     "transformers": {
         "AdamW": "allennlp_deepspeed_import_hook.former_adamw:AdamW",
         "MT5Tokenizer": "transformers:T5Tokenizer",
@@ -46,6 +54,7 @@ _MOVED: Dict[str, Dict[str, str]] = {
 }
 
 _MOVED_MODULES = {
+    "allennlp.data.tokenizers.token": "allennlp.data.tokenizers.token_class",
     "transformers.deepspeed": "transformers.integrations.deepspeed",
     "transformers.generation_logits_process": "transformers.generation.logits_process",
     "transformers.generation_stopping_criteria": "transformers.generation.stopping_criteria",
@@ -135,7 +144,8 @@ class _FormerModules:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
-        today = _name_of_today(name) if name.startswith("transformers.") else None
+        is_former = name in _MOVED_MODULES or name.startswith("transformers.")
+        today = _name_of_today(name) if is_former else None
         if today is None:
             return None
         return importlib.util.spec_from_loader(name, _Loader(today))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import logging
 import os
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +34,9 @@ def uncompared_signatures(module: ModuleType) -> Iterator[None]:
     Lets `@overrides` decorate methods that override others with different arguments, such as
     `text_to_instance`, as AllenNLP's guide taught it with overrides 3.1.0.
 
+    In a class of AllenNLP's kind, a method that overrides none gives a warning: AllenNLP may have
+    dropped what it overrode.
+
     Works around overrides 7.7.0: it compares signatures when a class is defined, as it does since
     version 5, and raises a `TypeError` in the readers of most projects. Gone when it doesn't.
     """
@@ -40,11 +44,30 @@ def uncompared_signatures(module: ModuleType) -> Iterator[None]:
         decorator: Any = importlib.import_module("overrides.overrides")
         if hasattr(decorator, "ensure_signature_is_compatible"):
             decorator.ensure_signature_is_compatible = _accept_signature
+        if hasattr(decorator, "_get_base_classes"):
+            get = decorator._get_base_classes
+            decorator._get_base_classes = functools.partial(_bases_with_the_method, get)
     yield
 
 
 def _accept_signature(*args: Any) -> None:
     """Compares nothing."""
+
+
+def _bases_with_the_method(get: Any, frame: Any, namespace: Dict[str, Any]) -> List[type]:
+    """Returns the bases of a class, or of AllenNLP's kind one made up if none has the method."""
+    bases: List[type] = get(frame, namespace)
+    method = sys._getframe(1).f_locals["method"]
+    kinds = [kind for base in bases for kind in getattr(base, "__mro__", ())]
+    if any(hasattr(base, method.__name__) for base in bases) or not any(
+        kind.__module__.startswith("allennlp.") for kind in kinds
+    ):
+        return bases
+    logging.getLogger(__name__).warning(
+        "%s is under @overrides, but AllenNLP no longer has or calls a method of that name",
+        method.__qualname__,
+    )
+    return [type("Former", (), {method.__name__: method})]
 
 
 @contextmanager

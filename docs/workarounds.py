@@ -1,5 +1,5 @@
 """
-Writes the list of workarounds in `architecture.md` from the docstrings of the packages and from
+Writes the list of workarounds in `workarounds.md` from the docstrings of the packages and from
 `tests/upstream`. `make reference` runs it, and a test compares.
 """
 
@@ -12,7 +12,7 @@ _ROOT = Path(__file__).parents[1]
 _PACKAGES = (_ROOT / "allennlp_deepspeed", _ROOT / "allennlp_deepspeed_import_hook")
 _TESTS = _ROOT / "tests" / "upstream"
 
-PATH = Path(__file__).with_name("architecture.md")
+PATH = Path(__file__).with_suffix(".md")
 
 _START, _END = "<!-- Written by `make reference`. -->\n", "<!-- Until here. -->\n"
 _HEAD = """| in | what is wrong | workaround | shown by | public thread |
@@ -91,7 +91,7 @@ def tests() -> Dict[str, List[Tuple[str, str]]]:
 
 
 def with_list(text: str) -> str:
-    """The text of `architecture.md` with the list of workarounds as it should be."""
+    """The text of `workarounds.md` with the list as it should be."""
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     tests_by_workaround = tests()

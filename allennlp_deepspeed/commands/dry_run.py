@@ -148,12 +148,11 @@ class DryRun:
                 f"{', '.join(loaders)}"
             )
             return None
-        instances = (
-            instance
-            for name, loader in loaders.items()
-            if chosen is None or name in chosen
-            for instance in loader.iter_instances()
-        )
+        read = {name: list(loader.iter_instances()) for name, loader in loaders.items()}
+        # Labels of other data may be in the part of the chosen data that isn't read.
+        if not chosen or any(len(read[name]) >= NUM_INSTANCES for name in chosen):
+            chosen = list(read)
+        instances = [instance for name in chosen for instance in read[name]]
         with self._collect("vocabulary"):
             section = self._section("vocabulary") if "vocabulary" in self._config else Params({})
             vocabulary = Vocabulary.from_params(section, instances=instances)
@@ -172,9 +171,11 @@ class DryRun:
         """Constructs the initializers of a model, which is constructed without them."""
         items: Any = section.items() if isinstance(section, dict) else ()
         for key, part in enumerate(section) if isinstance(section, list) else items:
-            if key == "initializer" and isinstance(part, dict):
+            if key == "initializer" and part is not None:
                 with self._collect(f"{path}.{key}"):
-                    InitializerApplicator.from_params(_params(part))
+                    InitializerApplicator.from_params(
+                        _params(part) if isinstance(part, dict) else part
+                    )
             else:
                 self._construct_initializers(part, f"{path}.{key}")
 

@@ -24,8 +24,9 @@ _WIDTH = 130  # characters, if the output isn't a terminal
 _NOTE = (
     "Only model states and DeepSpeed's buffers are counted. Leave room for activations, the "
     "model's own buffers, temporary tensors, the CUDA context and fragmentation. At stages 1 to 3 "
-    "buffers include 'reduce_bucket_size' elements, which DeepSpeed allocates in full even for a "
-    "small model (twice with 'overlap_comm'). At stage 3 they also include gathered parameters, "
+    "buffers include 'reduce_bucket_size' elements, which DeepSpeed allocates in full (twice with "
+    "'overlap_comm'): all trainable parameters, at most 5e8, if it is unset. At stage 3 they also "
+    "include gathered parameters, "
     "limited by 'stage3_prefetch_bucket_size' and 'stage3_max_reuse_distance', and on NVMe "
     "'buffer_count' times 'buffer_size'. These keys are in "
     "'trainer.deepspeed_config.zero_optimization'."

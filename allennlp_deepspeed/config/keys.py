@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union, 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement, replacement_of_type
 from allennlp_deepspeed.config.values import as_json
 
 
@@ -36,7 +37,8 @@ def did_you_mean(
 
 def unregistered(path: str, name: Any, known: List[str]) -> str:
     """Returns the message about a type that no class is registered with."""
-    hint = did_you_mean(str(name), known, page="the names that AllenNLP and your packages register")
+    page = "the names that AllenNLP and your packages register"
+    hint = replacement_of_type(path, str(name)) or did_you_mean(str(name), known, page)
     return (
         f"'{path}' is {as_json(name)}, which is not registered: {hint} (for a class of your own, "
         "add its package with --include-package)"
@@ -212,7 +214,5 @@ def check_names(
         if path in FORMER_KEYS:
             errors.add(f"'{path}' no longer exists: {FORMER_KEYS[path]}")
         elif name not in known:
-            errors.add(
-                f"unknown key '{name}' in '{section}': "
-                f"{did_you_mean(name, known, page='docs/reference.md')}"
-            )
+            hint = replacement(path) or did_you_mean(name, known, page="docs/reference.md")
+            errors.add(f"unknown key '{name}' in '{section}': {hint}")

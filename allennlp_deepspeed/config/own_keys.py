@@ -100,9 +100,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         'depend on it. `"step"` reduces once per optimizer step. Each worker accumulates an '
         'unsharded gradient until then. `"micro_batch"`, at stages 2 and 3, reduces in each '
         'backward pass. This takes less memory and more communication. `"auto"` becomes '
-        '`"step"` if an unsharded gradient takes at most half of the memory that is free on '
-        'every worker after the first step, otherwise `"micro_batch"` '
-        "([communication](communication.md#gradient-accumulation)).",
+        '`"step"` if an unsharded gradient fits after the first step, otherwise '
+        '`"micro_batch"` ([communication](communication.md#gradient-accumulation)).',
         advice='must be "auto", "step" (formerly "boundary") or "micro_batch"; shares and regular '
         "expressions are no longer possible",
         may_change=True,
@@ -172,6 +171,18 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc="`false` trains in fp16 with a constant loss scale of 1.",
         advice="must be true or false",
     ),
+    "half_precision_autocast": Key(
+        Union[bool, Literal["auto"]],
+        default="auto",
+        doc='Whether the forward pass runs under autocast with `bf16` and `fp16`. With `"auto"`, '
+        "modules that are made for half precision compute in the dtype of their weights, as with "
+        "DeepSpeed alone: those of transformers (`PreTrainedModel`), `torch.nn.Transformer*`, and "
+        "models whose class has `computes_in_weights_dtype = True`. The rest of the model runs "
+        "under autocast, because AllenNLP's modules create fp32 tensors. `true` runs all of it "
+        "under autocast, `false` none of it.",
+        advice='must be true, false or "auto"',
+        may_change=True,
+    ),
     "moving_average": Key(
         OBJECT,
         default=None,
@@ -183,8 +194,8 @@ TRAINER_KEYS: Dict[str, Key] = {
         doc="Whether parameters are resharded after each micro-batch, at ZeRO stage 3 with "
         "several micro-batches in a step. `false` leaves them gathered on each worker until "
         "the step ends, like FSDP2's `set_reshard_after_backward(False)`. Results don't "
-        'depend on it. `"auto"` becomes `false` if all parameters take at most half of the '
-        "memory that is free on every worker after the first two steps, otherwise `true`. "
+        'depend on it. `"auto"` becomes `false` if all parameters fit after the first two '
+        "steps, otherwise `true`. "
         "Unless it is `true`, validation and the test set gather parameters once for all "
         'batches, also in a single process; `"auto"` does so in the same memory '
         "([communication](communication.md#gathering-parameters-reshard_after_micro_batch)).",

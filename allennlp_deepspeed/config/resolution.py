@@ -128,6 +128,7 @@ def resolve(config: Dict[str, Any], settings: TrainerSettings) -> ResolvedConfig
         grad_norm=grad_norm,
         zero_stage=int(zero.stage),
         precision=precision,
+        half_precision_autocast=settings.half_precision_autocast,
         has_optimizer=has_optimizer,
         has_scheduler=has_scheduler,
         offload_device=_offload_device(zero),

@@ -3,12 +3,13 @@ Collects the settings that DeepSpeed's configuration is filled from: keys of the
 `own_keys` declares, and facts of the data, the optimizer and the machine.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Dict, Optional, Union
 
 import torch
 
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
+from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig
 
 DEFAULT_TYPE = "of the default type"
 """The name of an object without a `"type"`."""
@@ -38,6 +39,7 @@ class TrainerSettings:
         `False` and 0 mean no clipping.
     use_amp : `bool`, optional (default = `None`)
     grad_scaling : `bool`, optional (default = `True`)
+    half_precision_autocast : `Union[bool, str]`, optional (default = `"auto"`)
     optimizer : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP optimizer.
     learning_rate : `float`, optional (default = `None`)
@@ -71,6 +73,7 @@ class TrainerSettings:
     grad_norm: Union[float, bool, None] = None
     use_amp: Optional[bool] = None
     grad_scaling: bool = TRAINER_KEYS["grad_scaling"].default
+    half_precision_autocast: Union[bool, str] = TRAINER_KEYS["half_precision_autocast"].default
     optimizer: Optional[str] = None
     learning_rate: Optional[float] = None
     learning_rate_scheduler: Optional[str] = None
@@ -187,6 +190,8 @@ class ResolvedConfig:
     zero_stage : `int`
     precision : `str`
         "fp32", "bf16", "fp16" or "torch_autocast".
+    half_precision_autocast : `Union[bool, str]`
+        Whether the forward pass runs under autocast in bf16 and fp16, "auto" for a part of it.
     has_optimizer : `bool`
         Whether DeepSpeed builds the optimizer.
     has_scheduler : `bool`
@@ -211,6 +216,7 @@ class ResolvedConfig:
     grad_norm: Union[float, bool]
     zero_stage: int
     precision: str
+    half_precision_autocast: Union[bool, str]
     has_optimizer: bool
     has_scheduler: bool
     offload_device: str
@@ -224,6 +230,23 @@ class ResolvedConfig:
     def accumulates(self) -> bool:
         """Returns whether a step may have several micro-batches."""
         return self.finds_micro_batch_size or self.num_gradient_accumulation_steps > 1
+
+    def limit_buckets(self, num_elements: int) -> "ResolvedConfig":
+        """
+        Returns a configuration in which a bucket of gradients that the config doesn't size isn't
+        larger than all gradients. DeepSpeed allocates buckets in full.
+
+        # Parameters
+
+        num_elements : `int`
+            The number of elements of all trainable parameters.
+        """
+        section = self.engine_config.get("zero_optimization", {})
+        is_smaller = num_elements < DeepSpeedZeroConfig().reduce_bucket_size
+        if self.zero_stage == 0 or "reduce_bucket_size" in section or not is_smaller:
+            return self
+        section = {**section, "reduce_bucket_size": max(1, num_elements)}
+        return replace(self, engine_config={**self.engine_config, "zero_optimization": section})
 
 
 def fixed_size(batch_size: Any) -> Optional[int]:

@@ -51,9 +51,10 @@ class GradientReducer:
             and internals.accumulates_in_attribute(engine.optimizer)
         )
         self.is_offloaded = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
-        self._group_indices = self._find_group_indices()
+        groups = self._find_group_indices()
         places = {p: i for i, p in enumerate(engine.module.parameters())}
-        self.parameters = sorted(self._group_indices, key=lambda p: -places.get(p, -1))
+        self.parameters = sorted(groups, key=lambda p: -places.get(p, -1))
+        self._group_indices = [groups[parameter] for parameter in self.parameters]
         self.reduced = array("I")
         self._checksum = 0
         # DeepSpeed's Adam has one step count for all parameters of a group, the last one's.
@@ -64,7 +65,7 @@ class GradientReducer:
         )
         # Of the last step: whether this rank has used each parameter, and the same on the device.
         self._is_used: List[bool] = []
-        self._used = torch.empty(0)
+        self._is_used_tensor = torch.empty(0)
         internals.disable_gradient_hooks(engine, not self.reduces_all_at_once)
 
     def _find_group_indices(self) -> Dict[torch.nn.Parameter, int]:
@@ -132,8 +133,9 @@ class GradientReducer:
         self._optimizer.setup_buckets()
         if self._accumulates_in_attribute:
             internals.fill_accumulated_gradient(self._optimizer, parameter)
-        group_index = self._group_indices[parameter]
-        self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(parameter, group_index)
+        self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(
+            parameter, self._group_indices[index]
+        )
 
     def has_gradient(self, parameter: torch.nn.Parameter) -> bool:
         """Returns whether the parameter has a gradient to reduce."""
@@ -162,10 +164,12 @@ class GradientReducer:
         is_used = [parameter.grad is not None for parameter in self.parameters]
         if is_used != self._is_used:
             self._is_used = is_used
-            self._used = torch.tensor(is_used, dtype=torch.float32, device=self._engine.device)
+            self._is_used_tensor = torch.tensor(
+                is_used, dtype=torch.float32, device=self._engine.device
+            )
         gradients = internals.gradients_for_reduction(self._engine)
         # In the same bucket as the gradients, so that there is no further collective.
-        used = self._used.clone()
+        used = self._is_used_tensor.clone()
         self._engine.buffered_allreduce_fallback(grads=[*gradients, used])
         if not all(is_used):
             is_alone = dist.get_world_size() == 1

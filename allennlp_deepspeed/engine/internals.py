@@ -72,14 +72,18 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return is_zero_param(parameter)
 
 
+GATHERED, RELEASED = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+"""Statuses of a parameter of ZeRO stage 3, of which this rank has all elements, or none."""
+
+
 def is_gathered(parameter: Any) -> bool:
     """Returns whether all elements of a parameter that ZeRO stage 3 shards are on this rank now."""
-    return _read(parameter, "ds_status") is ZeroParamStatus.AVAILABLE
+    return _read(parameter, "ds_status") is GATHERED
 
 
 def is_released(parameter: Any) -> bool:
     """Returns whether a parameter that ZeRO stage 3 shards has no elements on this rank now."""
-    return _read(parameter, "ds_status") is ZeroParamStatus.NOT_AVAILABLE
+    return _read(parameter, "ds_status") is RELEASED
 
 
 def full_shape(parameter: Any) -> torch.Size:

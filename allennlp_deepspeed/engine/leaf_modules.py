@@ -13,6 +13,7 @@ from allennlp_deepspeed.deepspeed_api import set_z3_leaf_module
 logger = logging.getLogger(__name__)
 
 _GENERATION = "allennlp_models.generation"
+_PARSERS = "allennlp_semparse.models"
 
 # Each is called once for each batch, and calls its submodules once for each time step of a batch or
 # of a beam search, or only for some batches.
@@ -25,14 +26,18 @@ _CLASSES = {
     f"{_GENERATION}.models.simple_seq2seq.SimpleSeq2Seq",
     f"{_GENERATION}.models.t5.T5",
     f"{_GENERATION}.modules.seq_decoders.auto_regressive.AutoRegressiveSeqDecoder",
+    f"{_PARSERS}.atis.atis_semantic_parser.AtisSemanticParser",
+    f"{_PARSERS}.nlvr.nlvr_semantic_parser.NlvrSemanticParser",
+    f"{_PARSERS}.text2sql_parser.Text2SqlParser",
+    f"{_PARSERS}.wikitables.wikitables_semantic_parser.WikiTablesSemanticParser",
 }
 
 
 def declare(model: torch.nn.Module, section: Dict[str, Any]) -> None:
     """
-    Makes ZeRO stage 3 gather the parameters of each such module of AllenNLP, and of its model
-    library, together. Without this, a rank would gather parameters of a submodule more often than
-    others and wait for them, or mismatch them with other parameters.
+    Makes ZeRO stage 3 gather the parameters of each such module of AllenNLP, of its model library,
+    and of allennlp-semparse, together. Without this, a rank would gather parameters of a submodule
+    more often than others and wait for them, or mismatch them with other parameters.
 
     # Parameters
 

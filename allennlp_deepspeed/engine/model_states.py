@@ -208,8 +208,9 @@ class _States:
         self._world_size = world_size
         # "auto" uses free memory only.
         self._keeps_parameters = config.reshard_after_micro_batch is False
-        self._zero = DeepSpeedZeroConfig(**config.engine_config.get("zero_optimization", {}))
         self._trained = sum(size.trainable)
+        config = config.limit_buckets(self._trained)
+        self._zero = DeepSpeedZeroConfig(**config.engine_config.get("zero_optimization", {}))
         # Bytes of an element of the weights, and of an accumulated gradient.
         self._weight = _itemsize(config.precision)
         kept = config.engine_config.get("data_types", {}).get("grad_accum_dtype")

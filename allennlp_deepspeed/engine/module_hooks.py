@@ -128,11 +128,21 @@ def support_inference_mode(engine: DeepSpeedEngine) -> Iterator[None]:
     """
     offload: Any = engine.optimizer.parameter_offload
     functions = {
-        name: torch.inference_mode(False)(getattr(offload, name))
+        name: _outside_of_inference_mode(getattr(offload, name))
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function")
     }
     with internals.replace_attributes(offload, **functions):
         yield
+
+
+def _outside_of_inference_mode(function: Callable) -> Callable:
+    call = torch.inference_mode(False)(function)
+
+    def call_outside(*args: Any, **kwargs: Any) -> Any:
+        # Entering a context twice for each module is most of what this costs.
+        return (call if torch.is_inference_mode_enabled() else function)(*args, **kwargs)
+
+    return call_outside
 
 
 @contextmanager

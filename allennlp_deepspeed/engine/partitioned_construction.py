@@ -35,8 +35,8 @@ from torch.nn.parameter import is_lazy
 from allennlp_deepspeed.compat import transformer_key
 from allennlp_deepspeed.deepspeed_api import zero
 from allennlp_deepspeed.engine import collectives, internals
-from allennlp_deepspeed.engine import wrapped_model as engine
 from allennlp_deepspeed.engine.model_check import has_precision
+from allennlp_deepspeed.engine.process_environment import process_environment, stage_3_environment
 from allennlp_deepspeed.engine.shared_memory import shared_memory
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ class PartitionedConstruction:
 
     def __enter__(self) -> "PartitionedConstruction":
         with self._undo:
-            self._undo.enter_context(engine.process_environment(self._device, self._local_rank))
+            self._undo.enter_context(process_environment(self._device, self._local_rank))
+            self._undo.enter_context(stage_3_environment())
             # The module is empty. It makes DeepSpeed install its linear function, which doesn't
             # reference full weights between forward and backward.
             self._partitioner = zero.Init(module=Module(), config_dict_or_path=self._config)

@@ -6,7 +6,7 @@ training in a single process. (`launch/process_group.py` initializes that of sev
 import importlib
 import os
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, ContextManager, Dict, Iterator, Optional
 from unittest import mock
 
 import deepspeed
@@ -33,14 +33,36 @@ from allennlp_deepspeed.engine.single_process import as_single_process
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
-_environment = ExitStack()
+class _Shared:
+    """
+    Context that is entered once for all of its users in the process, which may leave it in any
+    order.
+
+    # Parameters
+
+    enter : `Callable[..., ContextManager[None]]`, required.
+    """
+
+    def __init__(self, enter: Callable[..., ContextManager[None]]) -> None:
+        self._enter = enter
+        self._undo = ExitStack()
+        self.num_users = 0
+
+    @contextmanager
+    def used(self, *args: Any) -> Iterator[None]:
+        """Context manager of one user. `args` are those of `enter`, if it is the first one."""
+        if self.num_users == 0:
+            self._undo.enter_context(self._enter(*args))
+        self.num_users += 1
+        try:
+            yield
+        finally:
+            self.num_users -= 1
+            if self.num_users == 0:
+                self._undo.close()
 
 
-_num_in_environment = 0
-
-
-@contextmanager
-def process_environment(device: torch.device, local_rank: int) -> Iterator[None]:
+def process_environment(device: torch.device, local_rank: int) -> ContextManager[None]:
     """
     Context manager that provides a process group and the variables of DeepSpeed's launcher. It may
     be nested; the last exit tears the environment down.
@@ -52,19 +74,19 @@ def process_environment(device: torch.device, local_rank: int) -> Iterator[None]
     local_rank : `int`, required.
         The worker's rank on its node.
     """
-    global _num_in_environment
-    if _num_in_environment == 0:
-        _set_up_environment(device, local_rank)
-    _num_in_environment += 1
-    try:
-        yield
-    finally:
-        _num_in_environment -= 1
-        if _num_in_environment == 0:
-            _environment.close()
+    return _environment.used(device, local_rank)
 
 
-def _set_up_environment(device: torch.device, local_rank: int) -> None:
+def stage_3_environment() -> ContextManager[None]:
+    """
+    Context manager with the workarounds for ZeRO stage 3 that affect the full process. It may be
+    nested, as `process_environment`, in which it must be.
+    """
+    return _stage_3_environment.used()
+
+
+@contextmanager
+def _set_up_environment(device: torch.device, local_rank: int) -> Iterator[None]:
     with ExitStack() as undo:
         use_accelerator(device)
         _skip_shared_memory_all_reduce()
@@ -77,13 +99,24 @@ def _set_up_environment(device: torch.device, local_rank: int) -> None:
             undo.callback(_destroy_process_group)
             undo.enter_context(as_single_process())
         undo.enter_context(parameter_layout.support_any_layout())
-        undo.enter_context(module_hooks.skip_linear_function_without_graph())
-        undo.enter_context(module_hooks.keep_external_parameters())
-        undo.enter_context(released_parameters.track_released_parameters())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
         _set_launcher_variables(device, local_rank)
         undo.enter_context(_restore_global_state())
-        _environment.push(undo.pop_all())
+        yield
+
+
+@contextmanager
+def _set_up_stage_3() -> Iterator[None]:
+    with (
+        module_hooks.skip_linear_function_without_graph(),
+        module_hooks.keep_external_parameters(),
+        released_parameters.track_released_parameters(),
+    ):
+        yield
+
+
+_environment = _Shared(_set_up_environment)
+_stage_3_environment = _Shared(_set_up_stage_3)
 
 
 def _destroy_process_group() -> None:
@@ -101,7 +134,7 @@ def use_accelerator(device: torch.device) -> None:
     AllenNLP trains on the one that the config names.
     """
     if get_accelerator().device_name() != device.type:
-        if _num_in_environment > 0:
+        if _environment.num_users > 0:
             # Its process group is for that device.
             raise ConfigurationError(
                 f"Another trainer of this process still uses '{get_accelerator().device_name()}': "

@@ -5,6 +5,7 @@ is an empty tensor, whose norm is 0 in PyTorch.
 
 from contextlib import contextmanager
 from functools import wraps
+from operator import attrgetter
 from types import MethodWrapperType
 from typing import Any, Callable, Iterator
 
@@ -20,8 +21,12 @@ from allennlp_deepspeed.engine import internals
 # Attribute of the parameters of an engine.
 _NAME = "name_in_messages"
 
+# The same for its `ds_status`.
+_STATUS = "status_in_release"
+
 _VALUES = {getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 
+_SHAPE: Any = torch.Tensor.shape
 # Attributes and methods of the shape, which is that of the full parameter.
 _SHAPES = {
     *(getattr(torch.Tensor, name) for name in ("shape", "ndim", "nbytes", "size", "numel")),
@@ -60,15 +65,15 @@ class ReleasedParameter(torch.nn.Parameter):
     `UninitializedParameter`.
     """
 
-    @property
-    def ds_status(self) -> Any:
-        return vars(self)["ds_status"]
-
-    @ds_status.setter
-    def ds_status(self, status: Any) -> None:
-        vars(self)["ds_status"] = status
-        if internals.is_gathered(self):
+    def _set_status(self, status: Any) -> None:
+        attributes = self.__dict__
+        attributes["ds_status"] = attributes[_STATUS] = status
+        if status is internals.GATHERED:
             self.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+
+    # DeepSpeed reads it a dozen times a step. `attrgetter` costs no call of Python, but can't read
+    # an attribute of the property's own name.
+    ds_status = property(attrgetter(_STATUS), _set_status)
 
     @classmethod
     @override
@@ -76,6 +81,8 @@ class ReleasedParameter(torch.nn.Parameter):
         cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         attribute = function.__self__ if isinstance(function, MethodWrapperType) else None
+        if attribute is _SHAPE:  # which DeepSpeed reads of each parameter when it releases it
+            return internals.full_shape(args[0])
         if function in _SHAPES or attribute in _SHAPES:
             args, kwargs = tree_map_only(ReleasedParameter, _without_memory, (args, kwargs))
         elif not _is_about_metadata(function):
@@ -180,7 +187,8 @@ def _with_access(function: Callable) -> Callable:
 def refuse_access(parameter: Any) -> None:
     """Turns a released parameter of an engine into a `ReleasedParameter`."""
     is_known = type(parameter) is torch.nn.Parameter and hasattr(parameter, _NAME)
-    if is_known and internals.is_released(parameter):
+    if is_known and parameter.ds_status is internals.RELEASED:
+        parameter.__dict__[_STATUS] = internals.RELEASED
         parameter.__class__ = ReleasedParameter  # type: ignore[assignment]
 
 

@@ -1,63 +1,32 @@
 """
-Initializes and destroys DeepSpeed's engine in an AllenNLP worker. No other module calls
-`deepspeed.initialize`.
+Owns DeepSpeed's engine in an AllenNLP worker, from its initialization to its end.
 """
 
 import gc
 import logging
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import wraps
-from types import SimpleNamespace
 from typing import Any, Callable, ContextManager, Iterator, List, Optional
-from unittest import mock
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
-from allennlp_deepspeed.engine import (
-    activation_checkpointing,
-    deepspeed_logging,
-    internals,
-    leaf_modules,
-    loss_scaling,
-    module_calls,
-    module_hooks,
-    released_parameters,
-    used_optimizers,
-)
+from allennlp_deepspeed.engine import activation_checkpointing, features, used_optimizers
 from allennlp_deepspeed.engine.compilation import Compiler, explain_errors_at_stage_3
-from allennlp_deepspeed.engine.engine_workarounds import (
-    adams_on_cpu,
-    allow_plain_backward,
-    correct_bias_by_step_count,
-    destroy,
-    keep_adagrad,
-    undo_first_step,
-)
+from allennlp_deepspeed.engine.engine_workarounds import destroy
 from allennlp_deepspeed.engine.gathered_parameters import clear_active_modules
-from allennlp_deepspeed.engine.inner_gradients import refuse_inner_gradients
 from allennlp_deepspeed.engine.model_check import (
     check_loaded_weights,
     check_model,
     check_same_order,
 )
-from allennlp_deepspeed.engine.model_snapshot import ModelSnapshot
-from allennlp_deepspeed.engine.process_environment import (
-    device_index,
-    process_environment,
-    use_accelerator,
-)
-from allennlp_deepspeed.engine.regularization import PartitionedRegularizer, compute_penalty_in_fp32
-from allennlp_deepspeed.engine.shards import Shards
+from allennlp_deepspeed.engine.process_environment import use_accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +35,6 @@ _NO_ENGINE = (
     "new optimizer or to resume from a checkpoint. To use the engine's forward pass after "
     "`train()`, put both into one `with trainer.session():`."
 )
-
-_HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _wrap_nothing(model: Model, zero_stage: int) -> Callable[[], None]:
@@ -144,7 +111,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self._plain_model = model
         # Undone in reverse order, by `destroy` or if the constructor fails.
         self._undo = ExitStack()
-        self._autocast: Callable[[Callable], Callable] = lambda function: function
+        self._in_precision: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
         self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         destroy_engines(model)
@@ -157,103 +124,18 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             if checkpointed_modules is not None:
                 take_back = activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
                 self._undo.callback(take_back)
-            self._initialize_engine(model, self.config, device, local_rank, optimizer)
+            setup = features.Setup(
+                model, config, device, local_rank, optimizer, self._compiler, self._tear_down
+            )
+            features.install_all(setup, self._undo)
+            self._engine, self._parameters = setup.engine, setup.parameters or {}
+            self._must_resume, self._in_precision = setup.must_resume, setup.in_precision
             undo_if_failed.pop_all()
         self.model = self.engine
         _with_engine.add(self)
         super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
 
-    def _initialize_engine(
-        self,
-        model: Model,
-        config: ResolvedConfig,
-        device: torch.device,
-        local_rank: int,
-        optimizer: Optional[torch.optim.Optimizer],
-    ) -> None:
-        enter = self._undo.enter_context
-        enter(process_environment(device, local_rank))
-        for parameter in model.parameters():
-            released_parameters.allow_access(parameter)  # sharded by an earlier engine
-        if self._compiler is not None and config.zero_stage < 3:
-            forward = self._compiler.compile(model.forward)
-            enter(mock.patch.object(model, "forward", forward))
-        if config.precision in _HALF_PRECISION:
-            # AllenNLP's modules create fp32 tensors in the forward pass (masks, lengths, means),
-            # which a layer with half-precision weights refuses without autocast.
-            self._autocast = torch.autocast(device.type, dtype=_HALF_PRECISION[config.precision])
-            forward = _convert_outputs_to_fp32(self._autocast(model.forward))
-            # The model may have its own, if a library or a user has wrapped it.
-            enter(mock.patch.object(model, "forward", forward))
-            if config.zero_stage < 3:  # at stage 3 `PartitionedRegularizer` does this
-                enter(compute_penalty_in_fp32(model))
-        regularizer = PartitionedRegularizer(model) if config.zero_stage == 3 else None
-        if regularizer is not None:
-            self._undo.callback(regularizer.remove)
-        before = ModelSnapshot(model, optimizer)
-        # Read here: the process group may be destroyed before the engine.
-        is_alone = dist.get_world_size() == 1
-        self._undo.callback(self._tear_down, before, device, is_alone)
-        has_lost_states = enter(used_optimizers.allow_steps(optimizer))
-        has_stepped = used_optimizers.has_stepped(optimizer)
-        if optimizer is not None and config.zero_stage > 0:
-            for group in optimizer.param_groups:
-                # DeepSpeed leaves out frozen parameters, and reduces all in the dtype of the first.
-                group["params"] = sorted(group["params"], key=lambda p: not p.requires_grad)
-        if config.zero_stage == 3 and not is_alone:
-            leaf_modules.declare(model, config.engine_config["zero_optimization"])
-        self._engine, *_ = deepspeed.initialize(
-            # DeepSpeed uses the device's index as the local rank unless both are set.
-            args=SimpleNamespace(local_rank=device_index(device, local_rank)),
-            model=model,
-            optimizer=optimizer,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            config=config.engine_config,
-        )
-        before.find_added()
-        _switch_modes(self.engine, is_alone)
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        enter(deepspeed_logging.log_reports(self.engine))
-        activation_checkpointing.configure(model, config.engine_config, device)
-        if config.zero_stage == 3:
-            internals.copy_modules_without_hooks(self.engine.optimizer.parameter_offload)
-            enter(module_hooks.skip_hooks_without_graph(model))
-            enter(refuse_inner_gradients(model))
-            enter(module_hooks.support_inference_mode(self.engine))
-            enter(module_hooks.support_repeated_leaf_calls(self.engine))
-            enter(module_hooks.end_forward_pass_on_error(model))
-            if not is_alone:
-                enter(module_calls.record_calls(model))
-        if regularizer is not None:
-            regularizer.gather_with_model()
-        if config.zero_stage == 0 and config.precision in _HALF_PRECISION:
-            undo_first_step(self.engine)
-        if isinstance(self.optimizer, torch.optim.Adagrad):
-            keep_adagrad(self.engine)
-        enter(loss_scaling.refuse_other_steps(self.engine))
-        for adam in adams_on_cpu(self.optimizer):
-            self._undo.callback(correct_bias_by_step_count(adam))
-        if config.precision == "fp16":
-            enter(loss_scaling.fix_loss_scale(self.engine))
-        if self._compiler is not None:
-            if config.zero_stage == 3:
-                enter(self._compiler.compile_leaf_modules(model))
-            enter(self._compiler.exclude_uncompilable(model))
-        if is_alone and config.precision in _HALF_PRECISION:
-            before.write_master_weights(self.engine)
-        before.forget_values(self.engine)
-        shards_states = self.engine.optimizer is not self.engine.basic_optimizer
-        self._must_resume = has_lost_states or (has_stepped and shards_states)
-        if config.zero_stage == 0 and config.precision != "fp16":
-            allow_plain_backward(self.engine)
-        if config.zero_stage > 0:
-            enter(mock.patch.object(self.optimizer, "add_param_group", _refuse_group))
-            enter(Shards(self.engine).steps_as_one())
-        if config.zero_stage == 3:
-            enter(released_parameters.refuse_access_to_released(self.engine))
-            enter(Shards(self.engine).parameters_in_param_groups())
-
-    def _tear_down(self, before: ModelSnapshot, device: torch.device, is_alone: bool) -> None:
+    def _tear_down(self, setup: features.Setup) -> None:
         """
         Destroys the engine. In a single process the model is restored to a plain one, with the
         trained weights. With several workers it stays sharded.
@@ -265,9 +147,10 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         is unpartitioned then, and no such state remains.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
-        engine = self._engine
+        engine, before = setup.engine, setup.snapshot
+        assert before is not None
         with ExitStack() as undo:
-            if is_alone:
+            if setup.is_alone:
                 undo.callback(before.restore)
             undo.callback(before.remove_added)
             if engine is None:
@@ -277,12 +160,12 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             undo.callback(destroy, engine, self._plain_model)
             if engine.global_steps > 0 and engine.optimizer is not engine.basic_optimizer:
                 used_optimizers.refuse_steps(engine.basic_optimizer)
-            if is_alone:
+            if setup.is_alone:
                 if self.config.zero_stage == 3:
                     clear_active_modules(engine)
                 offload = engine.zero_offload_param()
                 is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
-                device = torch.device("cpu") if is_offloaded else device
+                device = torch.device("cpu") if is_offloaded else setup.device
                 before.collect(engine, device, self.mapping_directory)
 
     @property
@@ -424,7 +307,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         forward = vars(model).get("forward")
         if self._compiler is not None and self.config.zero_stage < 3:
             function = self._compiler.compile(function)
-        model.forward = self._autocast(function)
+        model.forward = self._in_precision(function)
         try:
             yield
         finally:
@@ -501,55 +384,3 @@ def _check_autocast(config: ResolvedConfig) -> None:
 def _autocast_of(config: ResolvedConfig) -> Any:
     is_on = config.precision == "torch_autocast"
     return config.engine_config["torch_autocast"] if is_on else None
-
-
-def _switch_modes(engine: DeepSpeedEngine, is_alone: bool) -> None:
-    """
-    Makes `train` and `eval` of an engine set its own `training` too. In a single process the
-    model's `eval` is called, as by AllenNLP, and not only its `train`.
-    """
-
-    def train(mode: bool = True) -> None:
-        engine.module.train(mode)
-        engine.training = mode
-
-    def evaluate() -> None:
-        if is_alone:
-            engine.module.eval()
-        else:
-            engine.module.train(False)
-        engine.training = False
-
-    engine.train = train  # type: ignore[method-assign]
-    engine.eval = evaluate  # type: ignore[method-assign]
-
-
-def _refuse_group(*_: Any, **__: Any) -> None:
-    raise RuntimeError(
-        "At ZeRO stages 1 to 3 parameters can't be added to the optimizer during training, "
-        "because shards are fixed when the trainer is constructed. Construct them in the model's "
-        "constructor, and write 'trainer.optimizer.parameter_groups'."
-    )
-
-
-def _convert_outputs_to_fp32(forward: Callable) -> Callable:
-    """
-    Returns a forward pass whose outputs are converted to fp32 in evaluation, because NumPy, which
-    AllenNLP's predictions use, has no bf16. In training the loss is, because the loss of a large
-    batch, or with a regularizer's penalty, overflows fp16.
-    """
-
-    @wraps(forward)
-    def return_fp32(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return tree_map_only(torch.Tensor, _in_fp32, outputs)
-        if "loss" in outputs:
-            outputs["loss"] = _in_fp32(outputs["loss"])
-        return outputs
-
-    return return_fp32
-
-
-def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALF_PRECISION.values() else tensor

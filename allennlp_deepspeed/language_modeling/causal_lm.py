@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 from os import PathLike
@@ -78,7 +79,8 @@ class CausalLM(TokenLossModel):
     lora : `Dict[str, Any]`, optional (default = `None`)
         Adds trainable low-rank adapters to the transformer and freezes its weights. The keys are
         those of `peft`'s [`LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora),
-        such as `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`.
+        such as `{"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}`. `modules_to_save` or
+        `trainable_token_indices` train the embeddings and the output layer, of all or some tokens.
     save_adapters_only : `bool`, optional (default = `False`)
         Whether to leave the frozen weights of `model_name` out of `best.th` and the archive, which
         become small with `lora`. When the archive is loaded, the frozen weights are read from
@@ -90,7 +92,8 @@ class CausalLM(TokenLossModel):
         default is fp32.
     resize_embeddings : `bool`, optional (default = `False`)
         Whether to add embeddings for tokens that the tokenizer has and the model hasn't. New
-        embeddings are initialized with the mean of the existing ones.
+        embeddings are initialized with the mean of the existing ones. With `lora`, its
+        `modules_to_save` or `trainable_token_indices` must include them.
     loss_chunk_size : `int`, optional (default = `1024`)
         The number of positions whose logits are in memory at a time.
     regularizer : `RegularizerApplicator`, optional (default = `None`)
@@ -104,6 +107,7 @@ class CausalLM(TokenLossModel):
 
     default_predictor = "causal_lm"
     validates_whole_set = True
+    computes_in_weights_dtype = True
 
     def __init__(
         self,
@@ -148,8 +152,7 @@ class CausalLM(TokenLossModel):
         loaded_tokenizer = pretrained.tokenizer_to_save(
             tokenizer, model_name, self.serialization_dir
         )
-        if resize_embeddings:
-            self._resize_embeddings(loaded_tokenizer, lora)
+        new_tokens = self._resize_embeddings(loaded_tokenizer) if resize_embeddings else range(0)
         if loaded_tokenizer is not None:
             set_end_tokens(self.transformer, loaded_tokenizer)
         pretrained.save(self.serialization_dir, self.transformer, loaded_tokenizer)
@@ -167,6 +170,7 @@ class CausalLM(TokenLossModel):
         if lora is not None:
             adapters.add_adapters(self.transformer, lora, "'model.lora'")
             _check_output_layer(self.transformer)
+            _check_new_tokens(self.transformer, new_tokens)
             if load_weights and not is_without_weights():
                 adapters.check_not_shared(self.transformer)
         self.archived_elsewhere: Set[str] = set()
@@ -268,18 +272,13 @@ class CausalLM(TokenLossModel):
         loss = self._output_head.router_loss(self.transformer, outputs, input_ids, attention_mask)
         return self._router_loss_factor * loss
 
-    def _resize_embeddings(
-        self, loaded_tokenizer: Optional["PreTrainedTokenizerBase"], lora: Optional[Dict[str, Any]]
-    ) -> None:
-        if lora is not None:
-            raise ConfigurationError(
-                "'model.resize_embeddings' is true, but with 'model.lora' the new embeddings "
-                "aren't trained: train without adapters, or resize and train the embeddings first."
-            )
+    def _resize_embeddings(self, loaded_tokenizer: Optional["PreTrainedTokenizerBase"]) -> range:
+        """Adds embeddings for new tokens, and returns these tokens."""
         if loaded_tokenizer is None:
             loaded_tokenizer = pretrained.saved_tokenizer(self.serialization_dir)
-        if loaded_tokenizer is not None:
-            pretrained.resize_embeddings(self.transformer, loaded_tokenizer)
+        if loaded_tokenizer is None:
+            return range(0)
+        return pretrained.resize_embeddings(self.transformer, loaded_tokenizer)
 
     def _call(self, module: torch.nn.Module, inputs: Dict[str, Any]) -> Any:
         """Returns the outputs of the transformer, or a part of it, checking its attention first."""
@@ -327,7 +326,7 @@ class CausalLM(TokenLossModel):
         """
         assert self._output_head is not None
         return chunked_cross_entropy(
-            self.transformer.get_output_embeddings(),
+            adapters.trained_module(self.transformer.get_output_embeddings()),
             hidden,
             targets,
             self._loss_chunk_size,
@@ -444,7 +443,7 @@ def _router_loss_factor(transformer: "PreTrainedModel", has_output_head: bool) -
 
 def _check_output_layer(transformer: "PreTrainedModel") -> None:
     """
-    Checks that the output layer has no adapters.
+    Checks that the output layer has no low-rank adapters.
 
     # Raises
 
@@ -453,8 +452,36 @@ def _check_output_layer(transformer: "PreTrainedModel") -> None:
         different numbers of chunks.
     """
     output_layer = transformer.get_output_embeddings()
-    if output_layer is not None and any(True for _ in output_layer.children()):
+    if output_layer is not None and hasattr(adapters.trained_module(output_layer), "lora_A"):
         raise ConfigurationError(
             "'model.lora' adapts the output layer, whose logits are computed in chunks: remove it "
-            "from 'target_modules' and 'modules_to_save'."
+            "from 'target_modules', and to train it write it in 'modules_to_save'."
+        )
+
+
+def _check_new_tokens(transformer: "PreTrainedModel", new_tokens: range) -> None:
+    """
+    Checks that the embeddings and the output weights of new tokens are trained.
+
+    # Raises
+
+    `ConfigurationError`
+        If adapters leave them frozen.
+    """
+    if not new_tokens:
+        return
+    names = {module: name.rpartition(".")[2] for name, module in transformer.named_modules()}
+    layers = (transformer.get_input_embeddings(), transformer.get_output_embeddings())
+    frozen = [layer for layer in layers if layer and not adapters.trains_tokens(layer, new_tokens)]
+    if frozen:
+        indices = f"std.range({new_tokens[0]}, {new_tokens[-1]})"
+        rows = ", ".join(f'"{names[layer]}": {indices}' for layer in layers if layer)
+        is_tied = transformer.config.get_text_config().tie_word_embeddings
+        tying = ' and "ensure_weight_tying": true' if is_tied else ""
+        raise ConfigurationError(
+            f"'model.resize_embeddings' adds {len(new_tokens)} tokens, whose weights in "
+            f"{' and '.join(repr(names[layer]) for layer in frozen)} 'model.lora' doesn't train: "
+            f'write "trainable_token_indices": {{{rows}}} in it, or to train the weights of all '
+            f'tokens "modules_to_save": {json.dumps([names[layer] for layer in layers if layer])}'
+            f"{tying}."
         )

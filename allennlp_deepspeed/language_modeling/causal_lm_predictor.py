@@ -12,12 +12,9 @@ from typing_extensions import override
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
-from allennlp_deepspeed.language_modeling.conversations import (
-    Conversation,
-    Message,
-    to_template_kwargs,
-)
+from allennlp_deepspeed.language_modeling.conversations import to_template_kwargs
 from allennlp_deepspeed.language_modeling.end_tokens import end_tokens
+from allennlp_deepspeed.language_modeling.responses import Conversation, Message
 
 _INPUTS = '{"prompt": ...}, {"text": ...} or {"messages": [...]}'
 

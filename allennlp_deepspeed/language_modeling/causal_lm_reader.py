@@ -7,18 +7,15 @@ from allennlp.data import DatasetReader, Field, Instance
 from allennlp.data.dataset_readers.dataset_reader import PathOrStr
 from allennlp.data.fields import TensorField
 from torch.utils.data import get_worker_info
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from allennlp_deepspeed.engine.collectives import world_size
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
-from allennlp_deepspeed.language_modeling.conversations import (
-    Conversation,
-    ExampleTokenizer,
-    Message,
-    to_template_kwargs,
-)
+from allennlp_deepspeed.language_modeling.conversations import ExampleTokenizer, to_template_kwargs
 from allennlp_deepspeed.language_modeling.packing import Example
+from allennlp_deepspeed.language_modeling.responses import Conversation, Message
 from allennlp_deepspeed.text_files import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -27,6 +24,9 @@ _FORMS = (
     '{"text": ...}, {"prompt": ..., "response": ...} or {"messages": [{"role": "user", '
     '"content": ...}, ...]}'
 )
+
+# Keys next to messages.
+_TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
 
 Prompt = Union[str, List[Message]]
 
@@ -69,6 +69,10 @@ class CausalLMReader(DatasetReader):
         depend on the world size. With `pack`, `max_instances` counts sequences, not examples.
     tokenizer_kwargs : `Dict[str, Any]`, optional (default = `None`)
         Further arguments of `AutoTokenizer.from_pretrained`.
+    chat_template : `str`, optional (default = `None`)
+        A template for the messages to train on, such as one that keeps the thinking of all turns,
+        with `{% generation %}` marks: in a config file `importstr "template.jinja"`. The tokenizer
+        and the archive keep their own template, with which prompts are formatted for generation.
 
     # Raises
 
@@ -85,6 +89,7 @@ class CausalLMReader(DatasetReader):
         loss_on: str = "all",
         pack: bool = False,
         tokenizer_kwargs: Optional[Dict[str, Any]] = None,
+        chat_template: Optional[str] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -107,8 +112,10 @@ class CausalLMReader(DatasetReader):
         self.tokenizer = pretrained.load_reader_tokenizer(
             tokenizer, tokenizer_kwargs or {}, self.serialization_dir
         )
+        if chat_template is not None:
+            _check_chat_template(chat_template, self.tokenizer)
         self.example_tokenizer = ExampleTokenizer(
-            self.tokenizer, only_responses=loss_on == "responses"
+            self.tokenizer, only_responses=loss_on == "responses", chat_template=chat_template
         )
         self._sizes = pretrained.example_sizes(self.tokenizer)
         self._max_length = max_length
@@ -195,13 +202,20 @@ class CausalLMReader(DatasetReader):
         if len(given) != 1:
             raise line.error(f"Expected one of {_FORMS}, and not {', '.join(record) or 'nothing'}.")
         if "prompt" in given:
+            if "completion" in record and "response" not in record:
+                raise line.error("Expected 'response' next to 'prompt': rename 'completion'.")
             given["response"] = record.get("response")
         if "messages" in given or any(isinstance(value, list) for value in given.values()):
             for key, value in given.items():
                 _check_messages(line, value, key)
             _check_template_kwargs(line, record)
-            given.update({key: record.get(key) for key in ("tools", "chat_template_kwargs")})
+            given.update({key: record.get(key) for key in _TEMPLATE_KEYS})
         else:
+            for key in filter(record.get, _TEMPLATE_KEYS):
+                raise line.error(
+                    f"'{key}' is for a chat template, which is applied to messages only: write "
+                    "'messages', or 'prompt' and 'response' as lists of messages."
+                )
             for key, value in given.items():
                 line.check_text(value, f"'{key}'")
         try:
@@ -296,6 +310,21 @@ class _Counts:
                 self._max_length,
                 self._num_without_targets,
             )
+
+
+def _check_chat_template(chat_template: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    if "{" not in chat_template:
+        raise ConfigurationError(
+            f"'chat_template' of the reader is {chat_template!r}, which isn't a template: if it is "
+            f'the name of a file, write "chat_template": importstr "{chat_template}" (without '
+            "quotes around importstr) in the config file."
+        )
+    if tokenizer.chat_template is None:
+        raise ConfigurationError(
+            "'chat_template' of the reader is for the data, and the tokenizer has none to generate "
+            "with: write it as 'chat_template' in 'tokenizer_kwargs', which is saved in the "
+            "archive."
+        )
 
 
 def _check_messages(line: Line, messages: Any, name: str) -> None:

@@ -69,12 +69,11 @@ def chunked_cross_entropy(
     linear: Any = output_layer
     is_plain = type(output_layer) is torch.nn.Linear and "forward" not in vars(output_layer)
 
-    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
-        logits = forward(hidden)
-        return logits if adjust is None else adjust(logits)
-
-    def compute_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
-        return unchunked_cross_entropy(compute_logits(hidden), targets)
+    def compute_chunk(
+        hidden: torch.Tensor, targets: torch.Tensor, weight: Optional[torch.Tensor]
+    ) -> TokenLosses:
+        logits = forward(hidden) if weight is None else functional.linear(hidden, weight)
+        return unchunked_cross_entropy(logits if adjust is None else adjust(logits), targets)
 
     def compute_with_pytorch(hidden: torch.Tensor, targets: torch.Tensor) -> TokenLosses:
         total = functional.linear_cross_entropy(
@@ -101,7 +100,10 @@ def chunked_cross_entropy(
                 checkpoint, compute_chunk, use_reentrant=False, preserve_rng_state=False
             )
         pairs = zip(hidden.split(chunk_size), targets.split(chunk_size))
-        chunks = [compute(*pair) for pair in pairs]
+        # A layer with some trained rows would merge them into its weights for each chunk.
+        merge = getattr(output_layer, "get_merged_weights", None)
+        weight = None if merge is None else merge(linear.active_adapters)
+        chunks = [compute(*pair, weight) for pair in pairs]
         return TokenLosses(*(torch.stack(values).sum() for values in zip(*chunks)))
 
     with mock.patch.object(output_layer, "forward", compute_all_chunks):

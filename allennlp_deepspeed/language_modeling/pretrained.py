@@ -127,7 +127,14 @@ def load_transformer(
             k: v for k, v in arguments.items() if config is not None or k in _CONFIG_ARGUMENTS
         }
         constructed = transformers.AutoModelForCausalLM.from_config(loaded, **arguments)
-    except (ImportError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+    except (
+        AttributeError,
+        ImportError,
+        OSError,
+        TypeError,
+        ValueError,
+        StrictDataclassError,
+    ) as error:
         key = "config" if model_name is None else "model_name"
         raise PretrainedWeightsError(
             f"'model.{key}' is {model_name if config is None else config!r}, from which "
@@ -245,20 +252,27 @@ def compare_examples(serialization_dir: Directory, transformer: "PreTrainedModel
         reader.example_sizes.compare(ModelLimits.from_model(transformer))
 
 
-def resize_embeddings(transformer: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase) -> None:
+def resize_embeddings(transformer: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase) -> range:
     """
     Adds embeddings for all tokens of a tokenizer that the model has none for. They are initialized
     with the mean of the others, in the output layer too.
+
+    # Returns
+
+    `range`
+        The tokens that have been added.
     """
     num_tokens = 1 + max(tokenizer.get_vocab().values())
     num_embeddings = ModelLimits.from_model(transformer).num_embeddings
     if num_tokens <= num_embeddings:
-        return
+        return range(0)
     transformer.resize_token_embeddings(num_tokens, mean_resizing=False)
     layers = [transformer.get_input_embeddings(), transformer.get_output_embeddings()]
     with torch.no_grad():
         for weight in {id(layer.weight): layer.weight for layer in layers if layer}.values():
-            weight[num_embeddings:] = weight[:num_embeddings].mean(dim=0)
+            # In fp64 it is the same on other machines, whose archives may lack frozen weights.
+            weight[num_embeddings:] = weight[:num_embeddings].mean(dim=0, dtype=torch.float64)
+    return range(num_embeddings, num_tokens)
 
 
 def tokenizer_to_save(

@@ -54,6 +54,15 @@ logger = logging.getLogger(__name__)
 
 START_METHOD = "forkserver"
 
+UNGUARDED_EXIT_CODE = os.EX_CONFIG
+"""Exit code of a worker in which the script that starts it would start a training again."""
+
+UNGUARDED = (
+    "The script starts a training each time it is imported, and the processes that the training "
+    'starts import it. Call `train_model` only under `if __name__ == "__main__":`, and leave '
+    "imports, functions and classes above it."
+)
+
 # Seconds between two checks of the workers.
 _MONITOR_SECONDS = 0.1
 
@@ -71,8 +80,9 @@ _SECONDS_AFTER_CLOSE = 15.0
 _INTERVALS = {"keep_alive_interval": 5, "last_call": 30}
 _ELASTIC_INTERVALS = {"keep_alive_interval": 3, "last_call": 5}
 
-# Seconds for a response of the store, which is on node 0.
-_STORE_READ_SECONDS = 60
+# Seconds for a response of the store, which is on node 0, and of nodes that meet there. At most
+# `rendezvous_timeout`: one of them may be lost meanwhile.
+_STORE_READ_SECONDS = 60.0
 
 # Seconds between two attempts to connect to the store, and until a line reports it.
 _RETRY_SECONDS = 0.5
@@ -489,7 +499,9 @@ class _Agent(LocalElasticAgent):
                 self._was_stopped |= failure is not None and failure.is_agreed
                 # Elastic takes it off again.
                 self._remaining_restarts += 1
-            elif failure is not None and (failure.is_final or self._has_failed_again(failure)):
+            elif failed.exitcode == UNGUARDED_EXIT_CODE or (
+                failure is not None and (failure.is_final or self._has_failed_again(failure))
+            ):
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
                 waits = self._node.num_nodes > 1 and self._node.min_nodes is None
@@ -577,6 +589,8 @@ class _Agent(LocalElasticAgent):
         return last == failure.step
 
     def _describe(self, failed: ProcessFailure, failure: Optional[Failure]) -> BaseException:
+        if failed.exitcode == UNGUARDED_EXIT_CODE:
+            return ConfigurationError(UNGUARDED)
         if failure is None:
             rank = self._node_rank * self._node.num_workers + failed.local_rank
             how = f"exited with code {failed.exitcode}"
@@ -659,7 +673,7 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
         return rendezvous.LocalRendezvous()
     # As which the workers of other nodes reach those of this one.
     own_address = node.address if node.has_store else _wait_for_store(node)
-    seconds = timedelta(seconds=_STORE_READ_SECONDS)
+    seconds = timedelta(seconds=min(_STORE_READ_SECONDS, node.rendezvous_timeout))
     try:
         if node.has_store:
             store = rendezvous.start_store(node.address, node.port, seconds)

@@ -30,6 +30,7 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_grad_cache,
 )
 from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
+from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement_of_type
 from allennlp_deepspeed.config.own_keys import (
     CHECKPOINTER_KEYS,
     INHERITED_TRAINER_KEYS,
@@ -137,7 +138,7 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     if has_known_train_loop(config) and is_name and name not in known:
         raise ConfigurationError(
             f"'trainer.type' is {json.dumps(name)}, which is not a registered trainer: "
-            f"{did_you_mean(str(name), known)}"
+            f"{replacement_of_type('trainer', str(name)) or did_you_mean(str(name), known)}"
         )
 
 

@@ -13,6 +13,7 @@ from allennlp.common import Lazy, Params, cached_transformers, from_params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.keys import did_you_mean, unregistered
+from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement, replacement_of_list
 from allennlp_deepspeed.config.values import as_json
 
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
@@ -22,6 +23,7 @@ _MISSING = re.compile(r"\w+\(\) missing \d+ required .*arguments?: (.*)")
 _REQUIRED = re.compile(r'key "(.+?)" is required')
 _EXTRA = re.compile(r"Extra parameters passed to (\w+): ")
 _WRONG_TYPE = re.compile(r"Expected (\S+) to be (a \w+|numeric)")
+_IS_NO_OBJECT = "object that was not a `Params`"
 _UNKNOWN_NAME = re.compile(r"(.+) not in acceptable choices for ")
 
 
@@ -84,12 +86,18 @@ def explain(error: BaseException, section: str = "") -> Optional[List[str]]:
         if required is not None:
             is_argument = frames[-2].f_code is from_params.pop_and_construct_arg.__code__
             missing = path if is_argument else f"{path}.{required.group(1)}".lstrip(".")
-            return [f"'{missing}' is missing: {name} needs it"]
+            hint = replacement(missing)
+            return [f"'{missing}' is missing: {name} needs it" + (f"; {hint}" if hint else "")]
+        if frames[-1].f_code is _FROM_PARAMS.__code__ and _IS_NO_OBJECT in text:
+            kind = type(frames[-1].f_locals["params"]).__name__
+            return [f"'{path}' is a {kind}: {replacement_of_list(path) or 'must be an object'}"]
     elif isinstance(error, TypeError):
         wrong_type = _WRONG_TYPE.match(text)
         if wrong_type is not None and frames[-1].f_code is from_params.construct_arg.__code__:
-            value = as_json(frames[-1].f_locals["popped_params"])
-            return [f"'{path}' is {value}: must be {_TYPES[wrong_type.group(2)]}"]
+            value = frames[-1].f_locals["popped_params"]
+            must_be = replacement(path.rstrip(".0123456789")) if isinstance(value, list) else None
+            must_be = must_be or f"must be {_TYPES[wrong_type.group(2)]}"
+            return [f"'{path}' is {as_json(value)}: {must_be}"]
         if _is_raised_by_call(frames):
             return _describe_wrong_call(path, name, text, frames)
     return None
@@ -212,7 +220,9 @@ def _describe_extra_keys(path: str, frames: List[FrameType]) -> List[str]:
 
 def _unknown_key(path: str, key: str, name: str, known: List[str]) -> str:
     known = [each for each in known if each not in ("args", "kwargs", "vocab", key)]
-    hint = did_you_mean(key, known, page=f"the arguments of {name}") if known else "remove it"
+    hint = replacement(f"{path}.{key}") or (
+        did_you_mean(key, known, page=f"the arguments of {name}") if known else "remove it"
+    )
     return f"'{path}.{key}' is unknown: {name} has no such argument; {hint}"
 
 

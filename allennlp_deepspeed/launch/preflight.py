@@ -8,7 +8,9 @@ AllenNLP has no hook at this point, so `install` wraps `allennlp.commands.train.
 import functools
 import gc
 import inspect
+import multiprocessing
 import os
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Callable, Dict, Optional
@@ -26,10 +28,11 @@ from allennlp_deepspeed.launch import (
     launcher,
     node_comparison,
     nodes,
+    preload,
     rendezvous,
     worker,
 )
-from allennlp_deepspeed.launch.agent import run_workers
+from allennlp_deepspeed.launch.agent import UNGUARDED, UNGUARDED_EXIT_CODE, run_workers
 from allennlp_deepspeed.launch.config_check import (
     check,
     check_devices,
@@ -89,6 +92,7 @@ def normalize_trainer(params: Params) -> None:
 
 def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
     """Checks the config, and trains."""
+    _check_not_imported()
     if is_command():
         _exclude_imports_from_collections()
     process_setup.prepare()
@@ -110,6 +114,18 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     if not returns_model or arguments.get("dry_run"):
         return None
     return Model.load(arguments["params"], arguments["serialization_dir"])
+
+
+def _check_not_imported() -> None:
+    """
+    Ends this process if it only imports the script that has started it. The script calls
+    `train_model` without `if __name__ == "__main__":` then.
+    """
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    if preload.IS_IN_SERVER:
+        os._exit(UNGUARDED_EXIT_CODE)  # the agent reports it, once for all workers
+    sys.exit(UNGUARDED)
 
 
 @functools.cache  # once, because later there may be garbage

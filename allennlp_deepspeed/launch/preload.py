@@ -19,7 +19,10 @@ STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
 # Modules that workers import in addition to this package.
 _MODULES = ("allennlp.commands", "torch._dynamo", "transformers.modeling_utils")
 
-if os.environ.pop(STARTED_BY, None) == str(os.getppid()):
+IS_IN_SERVER = os.environ.pop(STARTED_BY, None) == str(os.getppid())
+"""Whether this process is the server, or forked from it."""
+
+if IS_IN_SERVER:
     process_setup.prepare()
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # Whoever signals all processes of a job, as a terminal does that is closed, means the workers.

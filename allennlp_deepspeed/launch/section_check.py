@@ -17,6 +17,7 @@ from allennlp.training.moving_average import MovingAverage
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import did_you_mean, unregistered
+from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 from allennlp_deepspeed.config.values import as_json, is_integer, unquoted
 
@@ -25,14 +26,6 @@ _OF_COMMAND = ("type", "distributed", "random_seed", "numpy_seed", "pytorch_seed
 
 # That the command passes to the train loop.
 _GIVEN = ("cls", "serialization_dir", "local_rank", "ddp_accelerator")
-
-# Keys of AllenNLP 1, and what is written today.
-_FORMER = {
-    "iterator": "write 'data_loader'",
-    "validation_iterator": "write 'validation_data_loader'",
-    "cuda_device": "write 'trainer.cuda_device', or 'distributed.cuda_devices' for several workers",
-    "vocabulary_params": "write 'vocabulary'",
-}
 
 _MAX_BATCH_SIZE = 2**31 - 1
 
@@ -53,7 +46,7 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
     known = [*(name for name in arguments if name not in _GIVEN), *_OF_COMMAND]
     for name in config:
         if name not in known:
-            hint = _FORMER.get(name) or did_you_mean(name, known, page="docs/configuration.md")
+            hint = replacement(name) or did_you_mean(name, known, page="docs/configuration.md")
             errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
 
 

@@ -22,12 +22,30 @@ _STEP_VALUES = {
     "Loss scale": "loss_scale",
     "Samples per second": "samples_per_second",
     "Tokens per second": "tokens_per_second",
-    "Memory per worker": "memory_bytes",
+    "Memory per worker (GB)": "memory_bytes",
 }
+_BYTES_PER_GB = 1e9
 # Parts of the names of epoch metrics that aren't metrics of the model.
 _SYSTEM_METRIC_SUFFIXES = ("_memory_MB", "_duration", "_epochs")
 
-_WITHIN_EPOCHS, _TRAINING, _VALIDATION = "within epochs", "training", "validation"
+_TRAINING_STEPS, _TRAINING, _VALIDATION = "training steps", "training", "validation"
+
+# Of the area of a chart, and of each line of its legend, in pixels.
+_HEIGHT, _LEGEND_HEIGHT, _LEGEND_LINE_HEIGHT = 270, 30, 24
+
+# Of the row of charts, and of each chart, which bokeh would shrink to fit all of them into a row.
+_ROW_STYLE = ":host { flex-wrap: wrap; }"
+_CHART_STYLE = """
+:host { flex: none !important; width: 50% !important; }
+@media (max-width: 700px) { :host { width: 100% !important; } }
+"""
+# Lines of a legend that are longer than the chart is wide are wrapped, within words if need be.
+_LEGEND_STYLE = """
+:host { max-width: calc(100% - 80px); }
+.bk-grid { grid-template-columns: minmax(0, auto); width: auto; }
+.bk-glyph { flex: none; }
+.bk-label { display: block; overflow-wrap: anywhere; white-space: normal; }
+"""
 
 
 class Curve(NamedTuple):
@@ -39,7 +57,7 @@ class Curve(NamedTuple):
     run : `int`
         The index of the run.
     kind : `str`
-        "within epochs", or "training" or "validation" with one point per epoch.
+        "training steps", or "training" or "validation" with one point per epoch.
     steps : `List[int]`
         The optimizer steps completed at each point.
     hours : `List[float]`
@@ -76,10 +94,18 @@ def charts(runs: List[Run]) -> Dict[str, List[Curve]]:
 def _step_curves(runs: List[Run], key: str) -> List[Curve]:
     curves = [
         _curve(
-            number, _WITHIN_EPOCHS, [(line, line.values) for line in run.lines_of_kind("step")], key
+            number,
+            _TRAINING_STEPS,
+            [(line, line.values) for line in run.lines_of_kind("step")],
+            key,
         )
         for number, run in enumerate(runs)
     ]
+    if key == "memory_bytes":
+        curves = [
+            curve._replace(values=[value / _BYTES_PER_GB for value in curve.values])
+            for curve in curves
+        ]
     return [curve for curve in curves if curve.values]
 
 
@@ -162,7 +188,7 @@ def draw(runs: List[Run]) -> Drawing:
     """
     try:
         from bokeh.embed import components
-        from bokeh.layouts import gridplot
+        from bokeh.layouts import row
         from bokeh.models import ColumnDataSource, TabPanel, Tabs
         from bokeh.resources import Resources
     except ImportError as error:
@@ -184,8 +210,8 @@ def draw(runs: List[Run]) -> Drawing:
     panels = []
     for column, title in (("step", "optimizer steps"), ("hours", "hours of training")):
         figures = [_figure(title, curves, names, column) for title, curves in sources.items()]
-        grid = gridplot(figures, ncols=2, merge_tools=False, sizing_mode="stretch_width")
-        panels.append(TabPanel(child=grid, title=f"over {title}"))
+        child = row(figures, sizing_mode="stretch_width", stylesheets=[_ROW_STYLE])
+        panels.append(TabPanel(child=child, title=f"over {title}"))
     script, place = components(Tabs(tabs=panels, sizing_mode="stretch_width"))
     return Drawing(library, script, place)
 
@@ -200,36 +226,58 @@ def _rounded(curve: Curve) -> Curve:
 def _figure(  # type: ignore[no-untyped-def]  # of Bokeh, if it is installed
     title: str, curves: List[Tuple[Curve, Any]], names: List[str], column: str
 ):
-    from bokeh.models import NumeralTickFormatter
+    from bokeh.models import DataRange1d
     from bokeh.plotting import figure
 
+    # The height of the axis if all values are the same, for which the default is 2.
+    span = max(abs(curve.values[0]) for curve, _ in curves) or 1
+    labels = _labels([curve for curve, _ in curves], names)
+    num_labels = len(set(labels) - {""})
     plot = figure(
         title=title,
-        height=320,
+        height=_HEIGHT + bool(num_labels) * _LEGEND_HEIGHT + num_labels * _LEGEND_LINE_HEIGHT,
+        sizing_mode="stretch_width",
+        stylesheets=[_CHART_STYLE],
+        y_range=DataRange1d(default_span=span),
+        frame_align=False,  # as high as the chart's own legend permits
         tools="pan,box_zoom,hover,reset,save",
         tooltips=[("", "$name"), ("step", "@step"), ("hours", "@hours{0.000}"), (title, "@y")],
     )
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
-    if _STEP_VALUES.get(title, "").count("bytes"):
-        plot.yaxis.formatter = NumeralTickFormatter(format="0.0b")
-    has_epochs = any(curve.kind != _WITHIN_EPOCHS for curve, _ in curves)
-    for curve, source in curves:
-        # "<" would end or open an element within the script.
-        label = f"{names[curve.run].replace('<', '(')}, {curve.kind}"
+    has_epochs = any(curve.kind != _TRAINING_STEPS for curve, _ in curves)
+    for (curve, source), label in zip(curves, labels):
         style = {
             "color": COLOURS[curve.run % len(COLOURS)],
             "source": source,
             "name": label,
-            "legend_label": label,
+            **({"legend_label": label} if label else {}),
         }
-        is_detail = curve.kind == _WITHIN_EPOCHS and has_epochs
+        is_detail = curve.kind == _TRAINING_STEPS and has_epochs
         dash = "dashed" if curve.kind == _TRAINING else "solid"
         width, alpha = (1, 0.45) if is_detail else (2, 1)
         plot.line(column, "y", line_width=width, line_alpha=alpha, line_dash=dash, **style)
-        if curve.kind != _WITHIN_EPOCHS or len(curve.values) == 1:
+        if curve.kind != _TRAINING_STEPS or len(curve.values) == 1:
             plot.scatter(column, "y", size=5, **style)
-    plot.legend.click_policy = "hide"
-    plot.legend.ncols, plot.legend.location = 3, "left"
-    plot.add_layout(plot.legend[0], "below")
+    if num_labels:
+        plot.legend.click_policy = "hide"
+        plot.legend.location = "left"
+        plot.legend.glyph_width = 40  # in which dashes can be seen
+        plot.legend.stylesheets = [_LEGEND_STYLE]
+        plot.add_layout(plot.legend[0], "below")
     return plot
+
+
+def _labels(curves: List[Curve], names: List[str]) -> List[str]:
+    """Returns what tells the curves of a chart apart: their runs, their kinds, or both."""
+    has_kinds = any(curve.kind != _TRAINING_STEPS for curve in curves)
+    return [
+        ", ".join(
+            [
+                # "<" would end or open an element within the script.
+                *([names[curve.run].replace("<", "(")] if len(names) > 1 else []),
+                *([curve.kind] if has_kinds else []),
+            ]
+        )
+        for curve in curves
+    ]

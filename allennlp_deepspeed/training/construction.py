@@ -41,7 +41,7 @@ from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine import offloaded_optimizers, optimizer_check
 from allennlp_deepspeed.engine.model_check import check_initialized
 from allennlp_deepspeed.engine.released_parameters import access_allowed
-from allennlp_deepspeed.engine.shards import Shards
+from allennlp_deepspeed.engine.shards import Shards, full_shape
 from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, destroy_engines
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
@@ -124,7 +124,7 @@ def construct(
     batches_per_epoch = num_batches(data_loader)
     config = deepspeed_config.resolve(
         _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
-    )
+    ).limit_buckets(sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad))
     # An optimizer that is given as an object updates the weights itself, on any device.
     steps_with = given or offloaded_optimizers.adapt_for_offload(optimizer, config)
     _check_empty_groups(given, arguments)

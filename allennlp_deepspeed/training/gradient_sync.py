@@ -24,6 +24,7 @@ from allennlp_deepspeed.training.reduction_schedule import (
     STEP,
     ReductionSchedule,
 )
+from allennlp_deepspeed.training.sync_phase import Phase, SyncPhase, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -98,15 +99,8 @@ class GradientSynchronizer:
         if average_each_pass:
             gradient_average.check_readable(mode, self._reducer.accumulates_outside_grad())
         stage = int(engine.zero_optimization_stage())
-        self._defers_all = (
-            not self._reducer.overlaps_backward
-            or several_passes
-            or average_each_pass
-            or (find_unused_parameters and dist.get_world_size() > 1)
-        )
-        # Checksum of the parameters used in the first step, until the ranks have compared it.
-        self._used: Optional[int] = None
-        self._ranks_differ = False
+        # Checksum of the parameters used in the first step.
+        self._used_checksum = 0
         # `None` if gradients have DeepSpeed's `grad_accum_dtype`, in which DeepSpeed accumulates
         # them.
         self._accumulators: Optional[GradientAccumulator] = None
@@ -118,26 +112,26 @@ class GradientSynchronizer:
         num_elements = sum(full_shape(p).numel() for p in self._parameters)
         self.schedule = ReductionSchedule(mode, num_elements, num_micro_batches)
         """Whether gradients are reduced once a step or with each micro-batch."""
-        if not self._defers_all and stage < 3 and dist.get_world_size() > 1:
-            self._compare_in_first_step(num_elements * self._reducer.accumulation_dtype.itemsize)
-        self._ordered = OrderedReduction(self._reducer)
-        self._average = GradientAverage(self._parameters)
-        # Whether the micro-batch is the last of the step, and whether it reduces.
-        self._is_last = True
-        self._is_due = True
+        usage = Usage.SAME
+        if (
+            not self._reducer.overlaps_backward
+            or several_passes
+            or average_each_pass
+            or (find_unused_parameters and dist.get_world_size() > 1)
+        ):
+            usage = Usage.IRRELEVANT
+        elif stage < 3 and dist.get_world_size() > 1:
+            usage = self._usage_until_compared(num_elements)
+        self._state = SyncPhase(usage, accumulates_apart=self._accumulators is not None)
         self._is_in_no_sync = False
-        # Whether any micro-batch of the step had a gradient.
-        self._has_gradients = False
-        # Whether gradients are accumulated locally.
-        self._has_deferred = False
-        # Whether an earlier micro-batch of the step has reduced gradients.
-        self._has_reduced = False
+        self._ordered = OrderedReduction(self._reducer, self._state)
+        self._average = GradientAverage(self._parameters)
         self._hooks: List[RemovableHandle] = []
         self._add_hooks()
 
     def _add_hooks(self) -> None:
         for i, parameter in enumerate(self._parameters):
-            if not self._defers_all or self._used is not None:
+            if self._state.usage in (Usage.SAME, Usage.UNKNOWN):
                 self._add_hook(parameter, partial(self._ordered.gradient_ready, i))
             elif self._average_each_pass and dist.get_world_size() > 1:
                 self._add_hook(parameter, self._average_after_pass)
@@ -167,14 +161,15 @@ class GradientSynchronizer:
         Decides after the first step whether all steps wait for all gradients, and on the schedule.
         Every rank must call it.
         """
-        if self._used is not None:
+        if self._state.usage is Usage.UNKNOWN:
             self._compare_used()
         if not self.schedule.is_decided:
             self.schedule.decide(self._reducer.accumulation_dtype)
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns the schedule's state, and whether ranks used different parameters in a step."""
-        return {"schedule": self.schedule.state_dict(), "ranks_differ": self._ranks_differ}
+        differ = self._state.usage is Usage.DIFFERENT
+        return {"schedule": self.schedule.state_dict(), "ranks_differ": differ}
 
     def load_state_dict(self, state: Optional[Dict[str, Any]]) -> None:
         """Restores what the first step of the interrupted run has decided."""
@@ -183,20 +178,21 @@ class GradientSynchronizer:
             self.schedule.load_state_dict(state)
             return
         self.schedule.load_state_dict(state["schedule"])
-        if state["ranks_differ"] and self._used is not None:
-            self._used, self._ranks_differ = None, True
+        if state["ranks_differ"] and self._state.usage is Usage.UNKNOWN:
+            self._state.usage = Usage.DIFFERENT
 
-    def _compare_in_first_step(self, num_bytes: int) -> None:
-        device = get_accelerator().current_device_name()
-        if num_bytes <= gradient_memory.min_free_bytes(device) // 4:
-            self._defers_all, self._used = True, 0
+    def _usage_until_compared(self, num_elements: int) -> Usage:
+        """Returns whether the first step has memory to wait for all gradients. A collective."""
+        num_bytes = num_elements * self._reducer.accumulation_dtype.itemsize
+        free = gradient_memory.min_free_bytes(get_accelerator().current_device_name())
+        return Usage.UNKNOWN if num_bytes <= free // 4 else Usage.SAME
 
     def _compare_used(self) -> None:
-        used, self._used = float(self._used or 0), None
+        used = float(self._used_checksum)
         device = torch.device(get_accelerator().current_device_name())
         largest, negative = collectives.all_reduce_max([used, -used], device, torch.float64)
-        self._defers_all = self._ranks_differ = largest != -negative
-        if self._ranks_differ and dist.get_rank() == 0:
+        self._state.usage = Usage.SAME if largest == -negative else Usage.DIFFERENT
+        if self._state.usage is Usage.DIFFERENT and dist.get_rank() == 0:
             logger.warning(
                 "The workers used different parameters in the first step. From now on gradients "
                 'are reduced after the backward pass, without overlap, as with "ddp_accelerator": '
@@ -205,8 +201,7 @@ class GradientSynchronizer:
 
     def start_step(self) -> None:
         """Starts an optimizer step. Every rank must call it before the step's micro-batches."""
-        self._has_deferred = False
-        self._has_gradients = False
+        self._state.start_step()
         self._reducer.start_step()
 
     @contextmanager
@@ -220,25 +215,29 @@ class GradientSynchronizer:
         is_last : `bool`, required.
             Whether it is the last micro-batch of the optimizer step.
         """
-        self._is_last = is_last
-        self._is_due = is_last or not self.schedule.is_once_a_step
-        self._reducer.start_micro_batch(is_last)
-        self._ordered.start_micro_batch()
-        self._prepare_pass()
-        yield
-        if self._is_due:
-            self._reduce_rest()
+        is_due = is_last or not self.schedule.is_once_a_step
+        self._state.start_micro_batch(is_last, is_due, self._is_in_no_sync)
+        try:
+            self._reducer.start_micro_batch(is_last)
+            self._ordered.start_micro_batch()
+            yield
+            if self._state.finish_passes():
+                self._reduce_rest()
+                self._state.finish_rest()
+        except BaseException:
+            self._state.abandon()
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward passes accumulate their gradients locally."""
         was_in_no_sync, self._is_in_no_sync = self._is_in_no_sync, True
-        self._prepare_pass()
+        self._state.start_pass(in_no_sync=True)
         try:
             yield
         finally:
             self._is_in_no_sync = was_in_no_sync
-            self._prepare_pass()
+            self._state.start_pass(was_in_no_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
@@ -250,7 +249,7 @@ class GradientSynchronizer:
         `RuntimeError`
             If earlier micro-batches have reduced gradients.
         """
-        if self._has_reduced:
+        if self._state.has_reduced:
             raise RuntimeError(
                 "`optimizer.zero_grad()` can't clear the gradients of earlier micro-batches of the "
                 'step, because they have been reduced. Write "gradient_synchronization": "step" in '
@@ -269,19 +268,8 @@ class GradientSynchronizer:
         """
         return self._reducer.pop_checksum()
 
-    def _prepare_pass(self) -> None:
-        """Decides whether the next backward pass reduces gradients while it runs."""
-        self._ordered.is_active = (
-            self._is_due
-            and not self._is_in_no_sync
-            and not self._defers_all
-            # The accumulated gradients are added first, when the pass is done.
-            and not (self._has_deferred and self._accumulators is not None)
-        )
-        self._has_deferred |= not self._ordered.is_active
-
     def _accumulate_gradient(self, parameter: torch.nn.Parameter) -> None:
-        if not self._ordered.is_active and self._accumulators is not None:
+        if self._state.phase is not Phase.REDUCE and self._accumulators is not None:
             self._accumulators.add(parameter)
 
     def _average_after_pass(self, _: torch.nn.Parameter) -> None:
@@ -291,19 +279,22 @@ class GradientSynchronizer:
     @mark_phase(BACKWARD)
     def _reduce_rest(self) -> None:
         """Reduces the gradients that no pass has reduced, and finishes the reduction."""
-        self._has_deferred = False
         if self._reducer.reduces_all_at_once:
             self._reducer.reduce_all()
             return
         if self._accumulators is not None:
             self._accumulators.move_to_gradients()
-        is_reduced = set(self._reducer.reduced)
-        needs_all = self._defers_all or (self._reducer.is_offloaded and self._is_last)
-        has_gradient = list(map(self._reducer.has_gradient, self._parameters))
-        if self._used is not None:
-            self._used = zlib.crc32(bytes(has_gradient), self._used)
-        self._has_gradients |= bool(is_reduced) or needs_all or any(has_gradient)
-        if self._is_last and not self._has_gradients:
+        state, is_reduced = self._state, set(self._reducer.reduced)
+        needs_all = state.waits_for_all or (self._reducer.is_offloaded and state.is_last)
+        has_gradient = map(self._reducer.has_gradient, self._parameters)
+        if state.usage is Usage.UNKNOWN:
+            self._used_checksum = zlib.crc32(bytes(has_gradient), self._used_checksum)
+        # Checked where it isn't certain only: each costs two calls.
+        if not (state.has_gradients or is_reduced or needs_all):
+            state.has_gradients = any(has_gradient)
+        else:
+            state.has_gradients = True
+        if state.is_last and not state.has_gradients:
             self._refuse_step_without_gradient()
         for i, parameter in enumerate(self._parameters):
             if i in is_reduced:
@@ -313,8 +304,7 @@ class GradientSynchronizer:
                     continue
                 self._reducer.set_zero_gradient(parameter)
             self._reducer.reduce(i)
-        self._reducer.finish(self._is_last)
-        self._has_reduced = not self._is_last
+        self._reducer.finish(state.is_last)
 
     def _refuse_step_without_gradient(self) -> None:
         """
@@ -351,13 +341,14 @@ class OrderedReduction:
     # Parameters
 
     reducer : `GradientReducer`, required.
+    state : `SyncPhase`, required.
     """
 
-    def __init__(self, reducer: GradientReducer) -> None:
+    def __init__(self, reducer: GradientReducer, state: SyncPhase) -> None:
         self._reducer = reducer
+        self._state = state
         self._parameters = reducer.parameters
-        self.is_active = False
-        """Whether gradients are reduced as soon as they are ready."""
+        self._num_parameters = len(reducer.parameters)
         # For the micro-batch: the backward pass of autograd that has computed each gradient, and
         # for each pass the next index.
         self._computed_in: List[Optional[int]] = []
@@ -373,7 +364,7 @@ class OrderedReduction:
 
     def gradient_ready(self, index: int, _: torch.nn.Parameter) -> None:
         """Hook that reduces the gradient that is ready, and those that have waited for it."""
-        if not self.is_active:
+        if self._state.phase is not Phase.REDUCE:
             return
         if self._computed_in[index] is not None:
             raise RuntimeError(
@@ -386,10 +377,11 @@ class OrderedReduction:
         self._computed_in[index] = backward_pass
         if self._streams is not None:
             self._streams[index] = get_accelerator().current_stream()
-        i = self._next.get(backward_pass, 0)
-        if index != i and backward_pass in self._next:
+        is_first = backward_pass not in self._next
+        i = 0 if is_first else self._next[backward_pass]
+        if index != i and not is_first:
             return
-        while i < len(self._parameters):
+        while i < self._num_parameters:
             if self._computed_in[i] == backward_pass:
                 if self._streams is not None:
                     self._wait_for_gradient(i, self._streams[i])

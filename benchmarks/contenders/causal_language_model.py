@@ -54,6 +54,8 @@ class CausalLanguageModel(Model):
     num_heads : `int`
     """
 
+    computes_in_weights_dtype = True
+
     def __init__(
         self,
         vocab: Vocabulary,

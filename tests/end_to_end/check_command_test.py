@@ -218,3 +218,22 @@ def test_what_the_first_step_finds_is_auto(tmp_path: Path) -> None:
     for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
         assert resolved[key] == "auto"
     assert resolved["train_batch_size"] == 24
+
+
+def test_labels_that_come_late_in_the_chosen_data_are_accepted(tmp_path: Path) -> None:
+    """The command reads the first instances only."""
+    labels = ["no", *["yes"] * 99, "maybe"]
+    lines = [json.dumps({"text": "a good film", "label": label}) for label in labels]
+    for name, chosen in (("train", lines), ("validation", lines[-1:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(chosen))
+    config = classifier(
+        {
+            "dataset_reader": {"type": "text_classification_json", "tokenizer": "whitespace"},
+            "train_data_path": str(tmp_path / "train.jsonl"),
+            "validation_data_path": str(tmp_path / "validation.jsonl"),
+            "datasets_for_vocab_creation": ["train"],
+        }
+    )
+    assert check(tmp_path, config).returncode == 0
+    (tmp_path / "train.jsonl").write_text("\n".join(lines[:9]))
+    assert "maybe" in check(tmp_path, config).output

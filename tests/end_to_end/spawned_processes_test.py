@@ -6,9 +6,12 @@ a user's program.
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Set
 
@@ -153,6 +156,57 @@ def test_a_signal_handler_that_python_does_not_know_hides_no_result(tmp_path: Pa
         timeout=TIME_LIMIT,
     ).stdout
     assert "trained" in output.splitlines(), output[-3000:]
+
+
+UNGUARDED = """
+import allennlp_deepspeed
+from allennlp.commands.train import train_model
+from allennlp.common import Params
+
+params = Params.from_file("config.json")
+train_model(params, "out", include_package=["allennlp_deepspeed"])
+"""
+
+
+@pytest.mark.parametrize(
+    "processes, num_tracebacks",
+    [
+        ({"distributed": {**TWO_WORKERS["distributed"], "max_restarts": 1}}, 1),
+        ({**ONE_PROCESS, **LOADER_WORKER, "data_loader.start_method": "spawn"}, 0),
+    ],
+    ids=["workers", "spawned loader worker"],
+)
+def test_a_script_that_trains_when_it_is_imported_is_refused(
+    processes: Dict[str, Any],
+    num_tracebacks: int,
+    tmp_path: Path,
+    expect_message: Callable[[str], None],
+) -> None:
+    config = deepspeed(load_config("classifier", processes, {"trainer.callbacks": []}), 2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "program.py").write_text(UNGUARDED)
+    with (tmp_path / "output").open("w") as output:
+        program = subprocess.Popen(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        # AllenNLP waits for a loader worker that has ended.
+        deadline = time.monotonic() + TIME_LIMIT
+        while program.poll() is None and time.monotonic() < deadline:
+            if "__main__" in (tmp_path / "output").read_text():
+                break
+            time.sleep(0.1)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait(TIME_LIMIT)
+    text = (tmp_path / "output").read_text()
+    assert text.count("Traceback") == num_tracebacks, text
+    expect_message(re.split(r"\x1b\[A|Error: ", text.splitlines()[-1])[-1])
 
 
 def folders(directory: Path) -> Set[str]:

@@ -23,17 +23,22 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
-from tests.support.hosts import Hosts, write_config
+from tests.support.hosts import Host, Hosts, write_config
 
 TIME_LIMIT = 150
 STORE_PORT = 29600
 
 # The command of docs/several_machines.md.
-STORE = (
+_STORE = (
     "from torch.distributed import TCPStore as S; import socket, time; "
-    f"s = socket.create_server(('host-2', {STORE_PORT})); t = S('host-2', {STORE_PORT}, "
+    "s = socket.create_server(('{host}', {port})); t = S('{host}', {port}, "
     "is_master=True, wait_for_workers=False, master_listen_fd=s.fileno()); time.sleep(1e9)"
 )
+
+
+def start_store(host: Host) -> "subprocess.Popen[bytes]":
+    code = _STORE.format(host=host.name, port=STORE_PORT)
+    return subprocess.Popen(host.command(sys.executable, "-c", code))
 
 
 def experiment(stage: int, distributed: Config, *overrides: Config) -> Config:
@@ -130,7 +135,7 @@ def test_the_others_train_as_if_they_had_been_resized_by_hand(
 def store(make_hosts: Callable[[int], Hosts]) -> Iterator[Tuple[Hosts, str]]:
     """Three hosts, of which the third has a store, and where it is."""
     hosts = make_hosts(3)
-    process = subprocess.Popen(hosts[2].command(sys.executable, "-c", STORE))
+    process = start_store(hosts[2])
     yield hosts, f"{hosts[2].address}:{STORE_PORT}"
     process.kill()
     process.wait()

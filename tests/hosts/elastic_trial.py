@@ -9,14 +9,13 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import List, NamedTuple
 
 import psutil
 
-from tests.hosts.elastic_nodes_test import STORE, STORE_PORT, experiment
+from tests.hosts.elastic_nodes_test import STORE_PORT, experiment, start_store
 from tests.hosts.trial import Moment, Outcome
 from tests.support.command import Command, wait_for_all
 from tests.support.experiment import Config, Result, assert_same_weights
@@ -87,7 +86,7 @@ def run_elastic_trial(trial: ElasticTrial, expected: Result, directory: Path) ->
     hosts = Hosts(NUM_NODES + 1, directory, {SHARED_MEMORY: 2**28} if is_seen else {})
     try:
         store_host = hosts[NUM_NODES]
-        store = subprocess.Popen(store_host.command(sys.executable, "-c", STORE))
+        store = start_store(store_host)
         try:
             distributed = {
                 "cuda_devices": [-1],

@@ -37,7 +37,7 @@ TIME_LIMIT = 150
 
 DISK_BYTES = 64 * 2**20
 
-NUM_EPOCHS, STEPS_IN_EPOCH = 3, 6
+NUM_EPOCHS, STEPS_IN_EPOCH = 3, 4
 
 # Seconds after each step, and from the start of the commands in which a fault comes: together they
 # take longer to train.

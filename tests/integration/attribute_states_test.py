@@ -5,6 +5,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional
 
 import pytest
 import torch
+from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
@@ -13,6 +14,7 @@ from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import BertConfig, BertModel
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from tests.integration.parameter_order_test import Layers, sgd, vectors
@@ -174,4 +176,41 @@ def test_counts_that_no_state_dict_has_are_kept(
     for num_epochs in (1, 2):
         train(tmp_path / "resumed", num_epochs, stage, world_size, parts)
     actual = train(tmp_path / "resumed", 3, stage, world_size, parts)
+    assert_same_weights(actual, expected, tolerance=0)
+
+
+class OfHiddenStates(Model):
+    """With a transformer of transformers, which notes in attributes what it has set up."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+        config = BertConfig(vocab_size=9, num_hidden_layers=2, **sizes, output_hidden_states=True)
+        self.transformer = BertModel(config, add_pooling_layer=False)
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        ids = inputs.abs().mul(2).long().clamp(max=8)
+        _, first, second = self.transformer(input_ids=ids).hidden_states
+        return {"loss": (first + second).square().mean()}
+
+
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 2), (3, 2)])
+def test_outputs_that_a_transformer_captures_are_there_after_recovery(
+    tmp_path: Path, stage: int, world_size: int
+):
+    def side(directory: Path, num_epochs: int) -> Side:
+        directory.mkdir(exist_ok=True)
+        return Side(
+            OfHiddenStates,
+            vectors,
+            stage,
+            world_size,
+            optimizer=sgd,
+            num_epochs=num_epochs,
+            checkpointer=DeepSpeedCheckpointer(directory),
+        )
+
+    expected = side(tmp_path / "uninterrupted", 2).train(tmp_path / "uninterrupted")
+    side(tmp_path / "resumed", 1).train(tmp_path / "resumed")
+    actual = side(tmp_path / "resumed", 2).train(tmp_path / "resumed")
     assert_same_weights(actual, expected, tolerance=0)

@@ -45,3 +45,24 @@ def test_keys_about_how_make_no_difference_to_weights(stage: int) -> None:
     ]
     for weights in actual:
         assert_same_weights(weights, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_bucket_is_not_larger_than_what_is_trained(stage: int) -> None:
+    def bucket(trainer: Any) -> int:
+        return trainer.engine.zero_reduce_bucket_size()
+
+    def sizes(**keys: Any) -> List[int]:
+        zero = {"stage": stage, **keys}
+        frozen = {"no_grad": ["^layers.0"]}
+        return [
+            *Side(Layers, batches, stage, zero=zero).on_all_ranks(bucket),
+            *Side(Layers, batches, stage, zero=zero, **frozen).on_all_ranks(bucket),
+        ]
+
+    model = Layers()
+    trained = sum(
+        p.numel() for name, p in model.named_parameters() if not name.startswith("layers.0")
+    )
+    assert sizes() == [sum(p.numel() for p in model.parameters()), trained]
+    assert sizes(reduce_bucket_size=9) == [9, 9]

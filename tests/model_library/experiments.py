@@ -77,13 +77,18 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+def replace_models_of_spacy() -> None:
+    """Has spaCy load a model without weights by any name."""
+    common_util.LOADED_SPACY_MODELS.clear()
+    mock.patch.object(spacy, "load", lambda name, **kwargs: spacy.blank("en")).start()
+
+
 def install() -> None:
     """
     Has the model of each training begin with the same weights, each epoch of a data loader begin
     with a random state of its own, and spaCy be there without its models.
     """
-    common_util.LOADED_SPACY_MODELS.clear()
-    mock.patch.object(spacy, "load", lambda name, **kwargs: spacy.blank("en")).start()
+    replace_models_of_spacy()
     from_files = Vocabulary.from_files.__func__
 
     def seeded(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -201,6 +201,8 @@ def train(
 ) -> Outcome:
     """Returns rank 0's weights, or the message of the first rank that failed."""
     folder.mkdir()
+    # Callbacks of projects read it, which `allennlp train` has written.
+    (folder / "config.json").write_text(json.dumps(config))
 
     def work(rank: int) -> Outcome:
         return _train(config, rank, world_size, folder, prepare)

@@ -13,6 +13,19 @@ import transformers
 from tests.support.command import REPOSITORY
 
 MOVED = [
+    (
+        "allennlp.training.trainer",
+        "GradientDescentTrainer",
+        "allennlp.training",
+        "GradientDescentTrainer",
+    ),
+    ("allennlp.data.tokenizers.token", "Token", "allennlp.data", "Token"),
+    (
+        "allennlp.common.util",
+        "import_submodules",
+        "allennlp.common.util",
+        "import_module_and_submodules",
+    ),
     ("transformers", "MT5Tokenizer", "transformers", "T5Tokenizer"),
     ("transformers.modeling_bert", "BertModel", "transformers", "BertModel"),
     ("transformers.modeling_roberta", "RobertaModel", "transformers", "RobertaModel"),

@@ -204,6 +204,9 @@ class Reader(DatasetReader):
     def text_to_instance(self, text: str, labels: list = None): ...
 
 class Sub(Reader):
+    # A method of AllenNLP 1.
+    @overrides
+    def _instances_to_cache_file(self, cache_filename, instances): ...
     @overrides(check_signature=True)
     def text_to_instance(self, words, tags=None, *, ids=None): ...
 

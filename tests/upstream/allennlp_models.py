@@ -237,6 +237,24 @@ def _stand_ins() -> Iterator[Any]:
         encoder_ffn_dim=32,
         decoder_ffn_dim=32,
     )
+    led = transformers.LEDConfig(
+        vocab_size=600,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        attention_window=[16, 16],
+        max_encoder_position_embeddings=1024,
+    )
+    yield "allenai/led-base-16384", transformers.LEDForConditionalGeneration(led), byte_pairs
+    yield (
+        "allenai/scibert_scivocab_cased",
+        transformers.BertModel(config(**small, vocab_size=_SIZE_OF_CASED)),
+        _cased,
+    )
     yield "sshleifer/bart-tiny-random", transformers.BartForConditionalGeneration(bart), byte_pairs
     gpt2 = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=4, vocab_size=500)
     yield "sshleifer/tiny-gpt2", transformers.GPT2LMHeadModel(gpt2), _no_tokenizer

@@ -1,17 +1,18 @@
 """
 Trains public projects, of checkouts in a folder, beside AllenNLP's own trainer, and writes what has
-become of them to `docs/projects.md`. `--only dygiepp,guide` trains some.
+become of them to `docs/projects.md`. `--only dygiepp,guide` trains some, and `--table` writes the
+page from what earlier commands have left in the output folder.
 """
 
 import argparse
 import json
 import logging
+import multiprocessing
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict, List, Tuple
 
 from benchmarks.harness import report
 from tests.model_library import stand_ins
@@ -37,39 +38,43 @@ STEPS = {
 PAGE = report.REPOSITORY / "docs" / "projects.md"
 
 
-def run(index: int, checkouts: Path, output: Path) -> Dict[str, str]:
+def run(project: Project, checkouts: Path, output: Path) -> None:
     """
-    Returns what has become of each step. `output` gets the steps as they end, in `{index}.jsonl`,
-    and what commands print, in `{index}.log`.
+    Tries all steps. `output` gets a line of JSON for each, as it ends, and a log of what commands
+    print.
     """
-    project = PROJECTS[index]
-    checkout = checkouts / project.repository.replace("/", "+")
-    if not checkout.exists():
-        return {"import": "FAILS: there is no checkout"}
-    results = output / f"{index}.jsonl"
+    from tests.upstream_projects import trial
+
+    results = _results(project, output)
+    results.unlink(missing_ok=True)
     ending = ""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        (output / f"{index}.log").open("w") as log,
-    ):
-        arguments = [str(index), str(checkouts), folder, str(results)]
-        try:
-            process = subprocess.run(
-                [sys.executable, "-m", "tests.upstream_projects.trial", *arguments],
-                cwd=report.REPOSITORY,
-                stdout=log,
-                stderr=log,
-                timeout=TIME_LIMIT,
-            )
-            if process.returncode:
-                ending = f"FAILS: ends with {process.returncode}"
-        except subprocess.TimeoutExpired:
+    with tempfile.TemporaryDirectory() as folder:
+        # Forked, so that nothing is imported again: packages of projects have the same names.
+        process = multiprocessing.get_context("fork").Process(
+            target=trial.main, args=(project, checkouts, Path(folder), results)
+        )
+        process.start()
+        process.join(TIME_LIMIT)
+        if process.is_alive():
             ending = f"FAILS: not done after {TIME_LIMIT} s"
-    lines = results.read_text().splitlines() if results.exists() else []
-    verdicts = {line["step"]: line["text"] for line in map(json.loads, lines)}
+            process.kill()
+            process.join()
+        elif process.exitcode:
+            ending = f"FAILS: ends with {process.exitcode}"
     if ending:
-        verdicts["end"] = ending
-    return verdicts
+        with results.open("a") as file:
+            file.write(json.dumps({"step": "end", "text": ending}) + "\n")
+
+
+def _results(project: Project, output: Path) -> Path:
+    return output / (re.sub(r"\W+", "-", project.title) + ".jsonl")
+
+
+def _read(project: Project, output: Path) -> Dict[str, str]:
+    """Returns what has become of each step, by its name; nothing if it wasn't tried."""
+    path = _results(project, output)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line["step"]: line["text"] for line in map(json.loads, lines)}
 
 
 def failures(project: Project, verdicts: Dict[str, str]) -> List[str]:
@@ -77,19 +82,20 @@ def failures(project: Project, verdicts: Dict[str, str]) -> List[str]:
     return [
         f"{step}: {text}"
         for step, text in verdicts.items()
+        if not project.limit
         if text != "ok" and not is_explained(project.config, step, text)
     ]
 
 
-def markdown(heading: Dict[str, object], results: Dict[int, Dict[str, str]]) -> str:
+def markdown(heading: Dict[str, object], results: List[Tuple[Project, Dict[str, str]]]) -> str:
     rows = [
         [
             f"[{project.repository}](https://github.com/{project.repository}/tree/{project.commit}"
-            f"/{project.folder}) `{project.config}`",
+            f"/{project.folder}): {project.config}",
             *(_cell(verdicts.get(step, "–")) for step in STEPS),
             _needs(project, verdicts),
         ]
-        for project, verdicts in ((PROJECTS[index], found) for index, found in results.items())
+        for project, verdicts in results
     ]
     intro = (
         "Does my project train, if others' do? Public projects with AllenNLP, at a commit, their "
@@ -100,7 +106,9 @@ def markdown(heading: Dict[str, object], results: Dict[int, Dict[str, str]]) -> 
         "`gradient_descent`, as a part of the update; for `--recover`, after a kill in the second "
         "epoch, from those of an uninterrupted run, as a part of the largest weight. `check`, "
         "`--recover`, `evaluate` and `predict` are the `allennlp` command, at stage 3 with two "
-        f"workers. Differences up to {TOLERANCE:.0e} are rounding."
+        f"workers. Differences up to {TOLERANCE:.0e} are rounding; a reason in brackets is one of "
+        "[those](model_library.md) of the library's models. What a project needs besides is a key "
+        "of its config, or what its owner has to do."
     )
     table = report.table(["project and config", *STEPS.values(), "beyond the trainer's type"], rows)
     return report.document("Projects of others", intro, table, report.describe(heading, False))
@@ -122,9 +130,15 @@ def _needs(project: Project, verdicts: Dict[str, str]) -> str:
     ]
     if project.note:
         lines.append(project.note)
-    failed = failures(project, verdicts)
-    if failed:
+    if project.lines:
+        code = "; ".join(project.lines.splitlines())
+        lines.append(f"in a module that is included before: `{code}`")
+    if project.limit:
+        lines.append(f"can't be trained: {project.limit}")
+    elif failed := failures(project, verdicts):
         lines.append(f"**{failed[0][:160]}**".replace("|", "/"))
+    elif set(STEPS) - set(verdicts):
+        lines.append("**not tried to the end**")
     return "; ".join(lines) or "nothing"
 
 
@@ -136,6 +150,7 @@ def main() -> None:
         help="a folder of checkouts, named OWNER+NAME",
     )
     parser.add_argument("--only", help="projects and configs with one of these, as in a,b")
+    parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--page", type=Path, default=PAGE, help="the file of the table")
     parser.add_argument(
         "--output",
@@ -146,18 +161,19 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     parts = (arguments.only or "").split(",")
-    indices = [i for i, p in enumerate(PROJECTS) if any(part in p.title for part in parts)]
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    results = {}
-    with stand_ins.hub():
-        for index in indices:
-            results[index] = run(index, arguments.checkouts, arguments.output)
-            for step, text in results[index].items():
-                logger.info("%s %s: %s", PROJECTS[index].title, step, text)
-    if not arguments.only:
+    projects = [project for project in PROJECTS if any(part in project.title for part in parts)]
+    if not arguments.table:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        with stand_ins.hub():
+            for project in projects:
+                run(project, arguments.checkouts, arguments.output)
+                for step, text in _read(project, arguments.output).items():
+                    logger.info("%s %s: %s", project.title, step, text)
+    if arguments.table or not arguments.only:
         heading = report.heading(2, "transformers", "allennlp-models")
+        results = [(project, _read(project, arguments.output)) for project in PROJECTS]
         arguments.page.write_text(markdown(heading, results))
-    sys.exit(any(failures(PROJECTS[index], found) for index, found in results.items()))
+    sys.exit(any(failures(project, _read(project, arguments.output)) for project in projects))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """The table of public projects: which commit, which config, and what they need."""
 
+import json
 from typing import Any, Dict, NamedTuple, Optional, Sequence
 
 # The value of a change that removes a key.
 REMOVED = object()
+
+_EMBEDDERS = "model.text_field_embedder.token_embedders"
+# The smallest stand-in of a hub's model.
+_BERT = "epwalsh/bert-xsmall-dummy"
 # AllenNLP 2.0 has renamed it.
 _CHECKPOINTS = {
     "trainer.checkpointer.num_serialized_models_to_keep": REMOVED,
@@ -37,6 +42,13 @@ class Project(NamedTuple):
     sentence : `Dict[str, Any]`, optional (default = `{}`)
     note : `str`, optional (default = `""`)
         What the project's owner has to do besides the changes.
+    lines : `str`, optional (default = `""`)
+        Python that its owner has to run before its packages are imported.
+    gathers : `bool`, optional (default = `False`)
+        Whether the loss of a worker is of all workers' batches. `gradient_descent` then has as
+        many workers, instead of accumulating.
+    limit : `str`, optional (default = `""`)
+        Why it can't be trained. What fails is then no failure of this run.
     """
 
     repository: str
@@ -51,10 +63,20 @@ class Project(NamedTuple):
     predictor: Optional[str] = None
     sentence: Dict[str, Any] = {}
     note: str = ""
+    lines: str = ""
+    gathers: bool = False
+    limit: str = ""
 
     @property
     def title(self) -> str:
         return f"{self.repository}: {self.config}"
+
+
+# AllenNLP 2.0 has put data loaders in the place of iterators.
+_LOADER = {
+    "iterator": REMOVED,
+    "data_loader": {"batch_sampler": {"type": "bucket", "batch_size": 2}},
+}
 
 
 def _paths(train: str, validation: Optional[str] = None) -> Dict[str, Any]:
@@ -71,6 +93,67 @@ _CONLL = "".join(
         ("Eve", "likes", "Oslo"),
         ("Fay", "saw", "Bern"),
     )
+)
+_TREES = (
+    "(4 (3 (2 A) (3 good)) (2 film))\n(0 (1 (2 A) (1 bad)) (2 film))\n"
+    "(2 (2 (2 A) (2 plain)) (2 film))\n(4 (4 (2 So) (4 fine)) (2 .))\n" * 3
+)
+_TAGGED = (
+    "You###O must###B-deontic go###O\nShe###O may###B-epistemic come###O home###O\n"
+    "It###O can###B-dynamic swim###O\nWe###O left###O\n" * 2
+)
+_QUESTIONS = "".join(
+    json.dumps(
+        {
+            "composed_question_text": f"Who is the {a} of the {b} ?",
+            "component_question_texts": [f"Who is the {b} ?", f"[[CQS]] 0 [[CQE]] >> {a}"],
+        }
+    )
+    + "\n"
+    for a in ("wife", "son", "boss")
+    for b in ("king", "pope")
+)
+_UPOS = "".join(
+    f"1\t{first}\t_\tPROPN\n2\t{verb}\t_\tVERB\n3\t.\t_\tPUNCT\n\n"
+    for first, verb in (("ann", "left"), ("bob", "ran"), ("cem", "saw"), ("dan", "sat"))
+)
+_ARTICLES = json.dumps(
+    {
+        f"19{number}": {
+            "title": "A title",
+            "abstract": "The abstract.",
+            "full_text": [{"section_name": "Method", "paragraphs": ["A seed.", f"Used {number}."]}],
+            "qas": [
+                {
+                    "question": "What is used?",
+                    "question_id": f"q{number}",
+                    "answers": [
+                        {
+                            "answer": {
+                                "unanswerable": False,
+                                "extractive_spans": [],
+                                "yes_no": None,
+                                "free_form_answer": "a seed",
+                                "evidence": ["A seed."],
+                                "highlighted_evidence": ["seed"],
+                            }
+                        }
+                    ],
+                }
+            ],
+        }
+        for number in range(4)
+    }
+)
+_SRL = (
+    "#begin document (bn/a); part 000\n"
+    + "".join(
+        f"bn/a 0 0 {first} NNP (TOP(S(NP*) - - - - * (ARG0*) -\n"
+        f"bn/a 0 1 {verb} VBD (VP*) {verb} 01 1 - * (V*) -\n"
+        "bn/a 0 2 . . *)) - - - - * * -\n\n"
+        for first, verb in (("Ann", "left"), ("Bob", "ran"), ("Cem", "saw"), ("Dan", "sat"))
+    )
+    + "#end document\n"
 )
 
 PROJECTS = [
@@ -123,22 +206,39 @@ PROJECTS = [
         variables={"dropout": "0.2", "embedding_dim": "8", "lr": "0.01"},
         predictor="text_classifier",
         sentence={"sentence": "I like a pan."},
+        note='`pip install allennlp-optuna "optuna<4" importlib-metadata`',
     ),
     Project(
         "semantic-health/allennlp-multi-label",
         "2038ea8e0d441df9b953712383a4b1322cd40f55",
         "tests/fixtures/experiment.jsonnet",
         ["allennlp_multi_label"],
-        fixtures={"data_loader.batch_sampler.batch_size": 1},
-        changes=_CHECKPOINTS,
+        fixtures={
+            "data_loader.batch_sampler.batch_size": 1,
+            "trainer.use_amp": False,
+            # Those of its own have a label that isn't in the training data.
+            "validation_data_path": "tests/fixtures/data/reuters-21578/train.jsonl",
+        },
+        changes={**_CHECKPOINTS, "data_loader.num_workers": REMOVED},
     ),
     Project(
         "JohnGiorgi/DeCLUTR",
         "b78ac5766d27e1a6cdfadd41cfd2bed57d2ac1c7",
         "tests/fixtures/experiment.jsonnet",
         ["declutr"],
-        changes={**_CHECKPOINTS, "dataset_reader.lazy": REMOVED},
-        note="`pip install pytorch-metric-learning`",
+        changes={
+            **_CHECKPOINTS,
+            "dataset_reader.lazy": REMOVED,
+            "data_loader.num_workers": REMOVED,
+        },
+        lines="from allennlp.modules.token_embedders import PretrainedTransformerEmbedder\n"
+        "PretrainedTransformerEmbedder.eval_mode = False",
+        fixtures={
+            "data_loader.batch_size": 2,
+            "trainer.run_confidence_checks": False,
+        },
+        gathers=True,
+        note="`pip install pytorch-metric-learning validators`",
     ),
     Project(
         "allenai/allennlp-semparse",
@@ -165,10 +265,7 @@ PROJECTS = [
         "examples/sentiment/sst_classifier.jsonnet",
         ["examples.sentiment.sst_classifier", "allennlp_models.classification"],
         fixtures={**_paths("data/trees.txt"), "data_loader.batch_sampler.batch_size": 2},
-        files={
-            "data/trees.txt": "(4 (3 (2 A) (3 good)) (2 film))\n(0 (1 (2 A) (1 bad)) (2 film))\n"
-            "(2 (2 (2 A) (2 plain)) (2 film))\n(4 (4 (2 So) (4 fine)) (2 .))\n" * 3
-        },
+        files={"data/trees.txt": _TREES},
         predictor="sentence_classifier_predictor",
         sentence={"sentence": "a good film"},
     ),
@@ -177,11 +274,12 @@ PROJECTS = [
         "b37eb5d87b4ee5c204a1e9e6403e660bfa7fa703",
         "config/bilstm-crf.jsonnet",
         ["allennlp_ner", "allennlp_models.tagging"],
-        changes=_CHECKPOINTS,
+        changes={**_CHECKPOINTS, "type": "deepspeed"},
         fixtures={
             **_paths("data/eng.train"),
             "test_data_path": "data/eng.train",
             "data_loader.batch_size": 2,
+            f"{_EMBEDDERS}.token_characters.embedding.vocab_namespace": "token_characters",
             "model.text_field_embedder.token_embedders.tokens.pretrained_file": REMOVED,
         },
         files={"data/eng.train": _CONLL},
@@ -192,15 +290,290 @@ PROJECTS = [
         "training_config/bert_tiny_span.jsonnet",
         ["transformer_srl"],
         changes=_CHECKPOINTS,
-        fixtures=_paths("data/srl.txt"),
-        variables={"SRL_TRAIN_DATA_PATH": "data/srl.txt", "SRL_VALIDATION_DATA_PATH": "-"},
-        files={"data/srl.txt": _CONLL},
+        fixtures={**_paths("data/srl"), "data_loader.batch_sampler.batch_size": 2},
+        variables={"SRL_TRAIN_DATA_PATH": "data/srl", "SRL_VALIDATION_DATA_PATH": "-"},
+        files={"data/srl/all.gold_conll": _SRL},
     ),
     Project(
         "dwadden/dygiepp",
         "b55dec4520a7f4cfa560db51ee32e9dd684e558b",
         "training_config/scierc_lightweight.jsonnet",
         ["dygie"],
-        fixtures=_paths("dygie/tests/fixtures/scierc_article.json"),
+        changes={**_CHECKPOINTS, "data_loader": {"batch_size": 1, "shuffle": True}},
+        fixtures={
+            **_paths("dygie/tests/fixtures/scierc_article.json"),
+            "test_data_path": "dygie/tests/fixtures/scierc_article.json",
+        },
+    ),
+    Project(
+        "allenai/allennlp-template-python-script",
+        "e5c66e9b90d5855919f645899a8ee3900ae500c5",
+        "config.jsonnet",
+        ["my_project"],
+        files={
+            "config.jsonnet": """{
+    dataset_reader: {type: "classification-tsv"},
+    train_data_path: "tests/fixtures/toy_data.tsv",
+    validation_data_path: self.train_data_path,
+    model: {
+        type: "simple_classifier",
+        embedder: {token_embedders: {tokens: {type: "embedding", embedding_dim: 10}}},
+        encoder: {type: "bag_of_embeddings", embedding_dim: 10}
+    },
+    data_loader: {batch_size: 1, shuffle: true},
+    trainer: {optimizer: "adam"}
+}"""
+        },
+        note="a config instead of its script, which makes objects by hand",
+    ),
+    Project(
+        "allenai/allennlp-guide",
+        "f6cb02cd15a985c04c2a7979df6db6f9c3960401",
+        "my_text_classifier_bert.jsonnet",
+        ["my_text_classifier"],
+        folder="quick_start",
+        fixtures={
+            **_paths("data/small.tsv"),
+            "data_loader.batch_size": 2,
+            "dataset_reader.tokenizer.model_name": _BERT,
+            "dataset_reader.token_indexers.bert.model_name": _BERT,
+            "model.embedder.token_embedders.bert.model_name": _BERT,
+            "model.encoder.pretrained_model": _BERT,
+        },
+        files={"data/small.tsv": "a good film\tpos\na bad film\tneg\nso dull\tneg\n" * 2},
+        predictor="sentence_classifier",
+        sentence={"sentence": "a very good movie"},
+    ),
+    Project(
+        "allenai/qasper-led-baseline",
+        "afd0fb96bf78ce8cd8157639c6f6a6995e4f9089",
+        "fixtures/qasper_baseline.jsonnet",
+        ["qasper_baselines"],
+        fixtures={
+            "model.attention_window_size": 16,
+            "trainer.run_confidence_checks": False,
+            **_paths("data/articles.json"),
+            "dataset_reader.max_document_length": 256,
+            "validation_dataset_reader.max_document_length": 256,
+        },
+        files={"data/articles.json": _ARTICLES},
+    ),
+    Project(
+        "OnlpLab/Modality",
+        "9c7185b181a6f8b36b7b24ef3cab2d82097fecd9",
+        "experiments/tagging_crf.jsonnet",
+        ["my_library"],
+        fixtures={
+            **_paths("data/tagged.txt"),
+            "data_loader.batch_sampler.batch_size": 2,
+            "dataset_reader.token_indexers.tokens.model_name": _BERT,
+            "model.text_field_embedder.token_embedders.tokens.model_name": _BERT,
+            "model.encoder.input_dim": 20,
+        },
+        files={"data/tagged.txt": _TAGGED},
+    ),
+    Project(
+        "StonyBrookNLP/musique",
+        "922ac98f19a201998dbdae6d7f2887a5258dbdeb",
+        "experiment_configs/execution_model_decomposer_for_musique_ans_and_full.jsonnet",
+        ["allennlp_lib.data", "allennlp_models.generation"],
+        fixtures={
+            **_paths("data/questions.jsonl"),
+            "data_loader.batch_size": 2,
+            "dataset_reader.transformer_model_name": "sshleifer/bart-tiny-random",
+            "model.model_name": "sshleifer/bart-tiny-random",
+            "model.max_steps": 5,
+            "model.beam_size": 2,
+            "trainer.run_confidence_checks": False,
+        },
+        note="include allennlp_lib.data alone, and allennlp-models for its `bart`: the project's "
+        "copy of that reads a cache of transformers 4",
+        files={"data/questions.jsonl": _QUESTIONS},
+    ),
+    Project(
+        "machamp-nlp/machamp",
+        "4048c34b37796aa496624b68b3530183dc61a690",
+        "config.jsonnet",
+        ["machamp"],
+        files={
+            "config.jsonnet": """local params = import "configs/params.json";
+params + {
+    train_data_path: "TRAINPLACEHOLDER",
+    validation_data_path: "DEVPLACEHOLDER",
+    dataset_reader+: {datasets: {UD: {
+        train_data_path: "data/ud.txt", validation_data_path: "data/ud.txt", word_idx: 1,
+        tasks: {upos: {task_type: "seq", column_idx: 3}}
+    }}},
+    model+: {
+        decoders: {upos: params.model.decoders.default + params.model.decoders.seq + {
+            dataset_embeds_dim: 0, task: "upos", order:: 1
+        }},
+        tasks: ["upos"],
+        task_types: ["seq"]
+    }
+}""",
+            "data/ud.txt": _UPOS,
+        },
+        fixtures={
+            "dataset_reader.token_indexers.tokens.model_name": _BERT,
+            "dataset_reader.tokenizer.model_name": _BERT,
+            "model.text_field_embedder.token_embedders.tokens.model_name": _BERT,
+            "model.encoder.embedding_dim": 20,
+            "model.decoders.upos.input_dim": 20,
+        },
+        changes={
+            **_CHECKPOINTS,
+            "model.default_max_sents": REMOVED,
+            "vocabulary.min_count": REMOVED,
+            "trainer.learning_rate_scheduler.gradual_unfreezing": REMOVED,
+            "data_loader.batch_sampler": {"type": "bucket", "batch_size": 2},
+        },
+        note="a config instead of its script, which merges the two files: "
+        "`machamp.util.merge_configs` does it too",
+    ),
+    Project(
+        "gabeorlanski/allennlp-hydra",
+        "92ccc7e1e9b0f75ed1ee68467b06141c85104f64",
+        "test_fixtures/expected_configs/simple_tagger.jsonnet",
+        ["allennlp_hydra"],
+        files={"data/tagged.tsv": _TAGGED},
+        fixtures={
+            **_paths("data/tagged.tsv"),
+            "data_loader.batch_sampler.batch_size": 2,
+            # Otherwise an update is lost in rounding.
+            "trainer.optimizer.lr": 1.0,
+        },
+        note="`pip install hydra-core omegaconf`",
+    ),
+    Project(
+        "altescy/xallennlp",
+        "348ed221a56acea9441b924890d1d158cefa6247",
+        "tests/fixtures/configs/basic_classifier.jsonnet",
+        ["xallennlp"],
+        fixtures={
+            "data_loader.batch_sampler.batch_size": 2,
+            "model.seq2vec_encoder.ngram_filter_sizes": [2, 3],
+        },
+        changes={"trainer.checkpointer": REMOVED, "trainer.callbacks": REMOVED},
+        variables={"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
+        note="`pip install flatten_dict mlflow fasttext-wheel`; its callback copies the training's "
+        "directory on each worker, while another writes it",
+    ),
+    Project(
+        "kajyuuen/allennlp-book",
+        "e3df88ef284e24e5ae0d9cfa3527c255c05a25e6",
+        "src/tests/fixtures/configs/experiment.jsonnet",
+        ["src"],
+        folder="ner-model",
+        limit="remove `lazy` from `super().__init__(lazy)` of the reader, and write `data_loader` "
+        "for `iterator`",
+    ),
+    Project(
+        "kajyuuen/allennlp-book",
+        "e3df88ef284e24e5ae0d9cfa3527c255c05a25e6",
+        "configs/simple_seq2seq.jsonnet",
+        ["allennlp_models.generation"],
+        folder="seq2seq",
+        fixtures=_paths("data/dates.tsv"),
+        files={"data/dates.tsv": "May 1\t5-1\nJune 2\t6-2\nJuly 3\t7-3\n" * 2},
+        changes={
+            **_LOADER,
+            "dataset_reader.start_symbol": "^",
+            "dataset_reader.end_symbol": "$",
+        },
+    ),
+    Project(
+        "shanest/allennlp-bert-example",
+        "98f548ab2763bbbae78e00d679df5b8f527dd88f",
+        "classifying_experiment.jsonnet",
+        ["classifying"],
+        fixtures={
+            **_paths("data/trees.txt"),
+            "data_loader.batch_size": 2,
+            "dataset_reader.tokenizer.model_name": _BERT,
+            "dataset_reader.token_indexers.tokens.model_name": _BERT,
+            "model.embedder.token_embedders.tokens.model_name": _BERT,
+            "model.pooler.embedding_dim": 20,
+        },
+        files={"data/trees.txt": _TREES},
+    ),
+    Project(
+        "shunk031/allennlp-NER-ja",
+        "9330e98b9274b9dbfadfae45a34bcf4b722fb617",
+        "configs/stockmark-ner-wiki/bert.jsonnet",
+        ["allennlp_ner_ja", "allennlp_models.tagging"],
+        fixtures={
+            **_paths("data/ner.txt"),
+            "test_data_path": "data/ner.txt",
+            "data_loader.batch_sampler.batch_size": 2,
+            "dataset_reader.token_indexers.tokens.model_name": _BERT,
+            "model.text_field_embedder.token_embedders.tokens.model_name": _BERT,
+            "model.encoder.input_dim": 20,
+            "trainer.callbacks": ["track_epoch_callback"],
+        },
+        changes={"type": "deepspeed"},
+        variables={"GPU": "-1"},
+        files={"data/ner.txt": _CONLL},
+        note="`pip install fugashi kyoto-reader pyknp`",
+    ),
+    Project(
+        "dhruvdcoder/wandb-allennlp",
+        "99ffb013fb38eb26a9641be4cc3f4f5e361d2582",
+        "configs/parameter_tying_v1.0.0.jsonnet",
+        ["wandb_allennlp", "models"],
+        folder="tests",
+        fixtures={"model.d": 1},
+        changes={"evaluate_on_test": REMOVED},
+        lines="import os, sys, wandb\n"
+        'sys.path.insert(0, "../src")\n'
+        'wandb.sdk.wandb_settings._get_wandb_dir = lambda root: os.path.join(root, "wandb")',
+        variables={
+            "DATA_PATH": "data",
+            "WANDB_MODE": "offline",
+            "a": "0.1",
+            "bool_value": "true",
+            "int_value": "3",
+            "call_finish_on_end": "true",
+        },
+        note="`pip install shortuuid`; wandb 0.19 has dropped `_get_wandb_dir`",
+    ),
+    Project(
+        "allenai/sequential_sentence_classification",
+        "cf5ad6c663550dd8203f148cd703768d9ee86ff4",
+        "sequential_sentence_classification/config.jsonnet",
+        ["sequential_sentence_classification"],
+        limit="AllenNLP 0.9, before the change of tokenizers: write `SpacyTokenizer` for "
+        "`WordTokenizer`, `pretrained_transformer` for `bert-pretrained`, `data_loader` for "
+        "`iterator`, `huggingface_adamw` for `bert_adam`",
+    ),
+    Project(
+        "allenai/aiconf-allennlp-tutorial",
+        "5d7a4a189dbab61e175019202fc54d6b20e07cbd",
+        "aiconf/fixtures/experiment.json",
+        ["aiconf"],
+        limit="AllenNLP 0.9: write `SpacyTokenizer` for `WordTokenizer`, `data_loader` for "
+        "`iterator`",
+    ),
+    Project(
+        "jacobdanovitch/allennlp_ranking_guide",
+        "2c3b0c3f5d02a6ee73432eb516be11dd9643a855",
+        "experiments/mimics.jsonnet",
+        ["allenrank"],
+        limit="a module of the project isn't in its repository: remove its import from "
+        "allenrank.predictors",
+    ),
+    Project(
+        "cjber/sprl_allennlp",
+        "73dbe52dc515fa78f486eff31b406f6d14a97e31",
+        "configs/fg_ner.jsonnet",
+        ["ent_model"],
+        limit="spaCy 3 has `spacy.training.iob_utils` in the place of `spacy.gold`",
+    ),
+    Project(
+        "shunk031/allennlp-dataframe-mapper",
+        "721113dcfc6a2ba04ce100223b6a3a56a215c825",
+        "test_fixtures/mapper/mapper_iris.jsonnet",
+        ["allennlp_dataframe_mapper"],
+        limit='sklearn-pandas needs `pip install "scikit-learn<1.6"`; it has no trainer',
     ),
 ]

@@ -79,6 +79,14 @@ def test_a_gradient_larger_than_the_bucket_is_copied() -> None:
     assert states(zero_2, 7, size).gpu.gradients == 4 * (3 + 20 + 20) * MILLION
 
 
+@pytest.mark.parametrize("stage, num_buckets", [(1, 1), (2, 2), (3, 1)])
+def test_a_bucket_is_not_larger_than_all_gradients(stage: int, num_buckets: int) -> None:
+    zero = {"stage": stage, "overlap_comm": stage > 1, "stage3_prefetch_bucket_size": 0}
+    size = ModelSize(trainable=[3 * MILLION], frozen=[900 * MILLION], largest_module=0)
+    buffers = states({"zero_optimization": {**zero, "stage3_max_reuse_distance": 0}}, 1, size)
+    assert buffers.gpu.buffers == num_buckets * 4 * 3 * MILLION
+
+
 def test_offload_takes_states_off_the_gpu() -> None:
     offloaded = states({"type": "zero_2_offload", **BF16}, 4)
     assert (offloaded.gpu.optimizer, offloaded.cpu.optimizer) == (0, 12 * 25 * MILLION)

@@ -251,6 +251,10 @@ def test_models_that_see_what_they_predict_are_refused() -> None:
         ({}, "Write one of 'model.model_name' .* and 'model.config'"),
         ({"config": {"model_type": "lama"}}, "'lama', .*did you mean \"llama\""),
         ({"config": BERT}, '"is_decoder": true'),
+        (
+            {"config": {"model_type": "falcon", "head_dim": 8}},
+            "'model.config' is .* can't load a causal language model: .*head_dim",
+        ),
         ({"config": LLAMA, "loss_chunk_size": 0}, "'model.loss_chunk_size' is 0"),
         ({"config": LLAMA, "transformer_kwargs": {"dtype": "fp8"}}, "'fp8': write \"float32\""),
         ({"config": LLAMA, "lora": {"target_modules": ["lm_head"]}}, "adapts the output layer"),
@@ -260,10 +264,6 @@ def test_models_that_see_what_they_predict_are_refused() -> None:
                 "lora": {"target_modules": EMBEDDED},
             },
             "adapts 'model.embed_tokens', which shares its weights with 'lm_head.weight'",
-        ),
-        (
-            {"config": LLAMA, "lora": {"target_modules": EMBEDDED}, "resize_embeddings": True},
-            "the new embeddings aren't trained",
         ),
     ],
 )

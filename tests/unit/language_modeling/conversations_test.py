@@ -3,21 +3,32 @@ Prompts and responses have the tokens that a tokenizer makes of both together, a
 whatever template, the responses are predicted.
 """
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.data import DatasetReader
 from transformers import AutoTokenizer
 
 from allennlp_deepspeed.language_modeling import CausalLMReader
+from allennlp_deepspeed.language_modeling.responses import Conversation
 from tests.fixtures.chat_tokenizer import (
+    CONTENT_AFTER_RESULT,
+    ENDED_TEXT,
     MARKED,
+    OPEN_ENDED,
     PLAIN,
     PROMPTED_TO_THINK,
+    RETURNING,
+    THINKING_AFTER_QUESTION,
     THINKING_LAST,
+    TURN_MARKERS,
     WITH_TOOLS,
+    WITHOUT_THINKING,
     chat_tokenizer,
     sentencepiece_like,
 )
@@ -97,8 +108,19 @@ LAST = assistant("four", reasoning_content="ah")
         (THINKING_LAST, ["two<|im_end|>\n", "<think>ah</think>four<|im_end|>\n"]),
         (MARKED, ["two<|im_end|>", "four<|im_end|>"]),
         (PROMPTED_TO_THINK, ["two<|im_end|>\n", "four<|im_end|>\n"]),
+        (ENDED_TEXT, ["two<|im_end|>\n", "four<|im_end|>\n<|endoftext|>"]),
+        (RETURNING, ["two<|im_end|>\n", "<think>ah</think>four<|endoftext|>"]),
+        (THINKING_AFTER_QUESTION, ["two<|im_end|>\n", "ah\n</think>four<|im_end|>\n"]),
     ],
-    ids=["plain", "thinking_last", "marked", "prompted_to_think"],
+    ids=[
+        "plain",
+        "thinking_last",
+        "marked",
+        "prompted_to_think",
+        "ended_text",
+        "returning",
+        "thinking_after_question",
+    ],
 )
 def test_responses_of_a_conversation(tmp_path: Path, template: str, expected: List[str]) -> None:
     reader = CausalLMReader(chat_tokenizer(tmp_path / "tokenizer", template), loss_on="responses")
@@ -110,6 +132,162 @@ def test_responses_of_a_conversation(tmp_path: Path, template: str, expected: Li
     assert predicted(reader, {"prompt": CONVERSATION, "response": [LAST]}) == expected[1:]
     reader = CausalLMReader(reader.tokenizer.name_or_path)
     assert predicted(reader, record) == [rendered.removeprefix("<|im_start|>")]
+
+
+CALL = {"tool_calls": [{"function": {"name": "sum", "arguments": {"a": 1}}}]}
+RESULT = {"role": "tool", "content": "5"}
+
+
+@pytest.mark.parametrize(
+    "template, call, expected",
+    [
+        (
+            RETURNING,
+            assistant("", reasoning_content="hm", **CALL),
+            [' to sum {"a": 1}<|im_end|>\n', "five<|im_end|>\n"],
+        ),
+        (
+            THINKING_AFTER_QUESTION,
+            assistant("", **CALL),
+            ["call sum<|im_end|>\n", "five<|im_end|>\n"],
+        ),
+        (
+            CONTENT_AFTER_RESULT,
+            assistant("I add.", **CALL),
+            ["call sum<think>", "I add.<|im_end|>\n", "five<|im_end|>\n"],
+        ),
+    ],
+    ids=["returning", "thinking_after_question", "content_after_result"],
+)
+def test_responses_with_calls_of_tools(
+    tmp_path: Path, template: str, call: Record, expected: List[str]
+) -> None:
+    reader = CausalLMReader(chat_tokenizer(tmp_path / "tokenizer", template), loss_on="responses")
+    messages = [user("one"), call, RESULT, assistant("five"), user("three"), LAST]
+    *parts, _ = predicted(reader, {"messages": messages})
+    assert parts == expected
+
+
+def test_responses_without_an_ending_end_with_the_next_marker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    markers = {"additional_special_tokens": TURN_MARKERS}
+    name = chat_tokenizer(tmp_path / "tokenizer", OPEN_ENDED, **markers)
+    reader = CausalLMReader(name, loss_on="responses")
+    messages = [user("one"), assistant("two"), user("three"), assistant("", **CALL), RESULT]
+    record = {"messages": [*messages, assistant("four")]}
+    assert predicted(reader, record) == [
+        "\ntwo<|user|>",
+        "\ncall sum<|observation|>",
+        "\nfour<|user|>",
+    ]
+    assert predicted(reader, {"prompt": messages[:3], "response": messages[3:4]}) == [
+        "\ncall sum<|observation|>"
+    ]
+    assert not caplog.messages
+    every = CausalLMReader(name)
+    assert text(every, record) == every.tokenizer.apply_chat_template(
+        record["messages"], tokenize=False
+    )
+    assert len(caplog.messages) == 1, "The last response has no ending."
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        PLAIN.replace("<|im_start|>", "### ").replace("<|im_end|>", ""),
+        MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+    ],
+    ids=["plain_text", "marked"],
+)
+def test_responses_whose_ending_is_not_predicted_are_named_once(
+    tmp_path: Path, template: str, caplog: pytest.LogCaptureFixture, expect_message: Any
+) -> None:
+    name = chat_tokenizer(tmp_path / "tokenizer", template)
+    reader = CausalLMReader(name, loss_on="responses")
+    for _ in range(2):
+        predicted(reader, {"messages": [user("one"), assistant("two")]})
+    (message,) = caplog.messages
+    expect_message(message.replace(str(tmp_path), "DIRECTORY"))
+
+
+THOUGHT = assistant("two", reasoning_content="hm")
+
+
+@pytest.mark.parametrize(
+    "template, first",
+    [
+        (THINKING_AFTER_QUESTION, THOUGHT),
+        (WITHOUT_THINKING, assistant("<think>\nhm\n</think>two")),
+        (PLAIN, THOUGHT),
+        (PLAIN, assistant("two", **CALL)),
+    ],
+    ids=["of_earlier_turns", "of_all_turns", "unknown_key", "calls"],
+)
+@pytest.mark.parametrize("loss_on", ["all", "responses"])
+def test_what_a_template_leaves_out_is_named_once(
+    tmp_path: Path,
+    template: str,
+    first: Record,
+    loss_on: str,
+    caplog: pytest.LogCaptureFixture,
+    expect_message: Any,
+) -> None:
+    name = chat_tokenizer(tmp_path / "tokenizer", template)
+    reader = CausalLMReader(name, loss_on=loss_on)
+    for _ in range(2):
+        tokens(reader, {"messages": [user("one"), first, user("three"), assistant("<think>four")]})
+    (message,) = caplog.messages
+    expect_message(message)
+
+
+def test_what_a_template_shows_in_other_words_is_not_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content | replace('<think>', '<hm>') }}")
+    reader = CausalLMReader(chat_tokenizer(tmp_path / "tokenizer", template), loss_on="responses")
+    parts = [{"type": "text", "text": "two"}]
+    for content in ("<think> ah</think>\n\n two ", parts, None):
+        tokens(reader, {"messages": [user("one"), assistant(content)]})
+    # Of the prompt no response is predicted.
+    prompt = [user("one"), assistant("two", reasoning_content="hm"), user("three")]
+    tokens(reader, {"prompt": prompt, "response": [assistant("four")]})
+    assert not caplog.messages
+
+
+def test_a_template_from_a_file_is_for_the_data(tmp_path: Path) -> None:
+    name = chat_tokenizer(tmp_path / "tokenizer", THINKING_LAST)
+    keeping = MARKED.replace(
+        "{{ m.content }}", "<think>{{ m.reasoning_content }}</think>{{ m.content }}"
+    )
+    (tmp_path / "keeping.jinja").write_text(keeping)
+    config = {
+        "type": "causal_lm",
+        "tokenizer": name,
+        "loss_on": "responses",
+        "chat_template": "FILE",
+    }
+    path = tmp_path / "config.jsonnet"
+    path.write_text(json.dumps(config).replace('"FILE"', 'importstr "keeping.jinja"'))
+    reader = DatasetReader.from_params(Params.from_file(path))
+    assert isinstance(reader, CausalLMReader)
+    assert predicted(reader, {"messages": [*CONVERSATION, LAST]}) == [
+        "<think>hm</think>two<|im_end|>",
+        "<think>ah</think>four<|im_end|>",
+    ]
+    assert reader.tokenizer.chat_template == THINKING_LAST
+    prompt = reader.example_tokenizer.tokenize_messages(Conversation(CONVERSATION))
+    assert "hm" not in str(reader.tokenizer.decode(prompt))
+
+
+@pytest.mark.parametrize("own, given", [(PLAIN, "keeping.jinja"), (None, MARKED)])
+def test_wrong_templates_are_refused(
+    tmp_path: Path, own: Any, given: str, expect_message: Any
+) -> None:
+    name = chat_tokenizer(tmp_path / "tokenizer", own)
+    with pytest.raises(ConfigurationError) as info:
+        CausalLMReader(name, chat_template=given)
+    expect_message(info.value.message)
 
 
 def test_thinking_that_the_prompt_begins_is_predicted(
@@ -150,6 +328,20 @@ def test_tools_and_arguments_of_a_line_are_for_the_template(tmp_path: Path) -> N
     assert ids == tokens(reader, {**record, **given})
 
 
+def test_responses_that_are_not_in_the_text_are_refused(
+    tmp_path: Path, expect_message: Any
+) -> None:
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")
+    reader = CausalLMReader(chat_tokenizer(tmp_path / "tokenizer", template), loss_on="responses")
+    record = {"messages": [*CONVERSATION, LAST]}
+    assert predicted(reader, record) == ["<|im_end|>\n"] * 2
+    template = template.replace("m.role == 'user'", "loop.last")
+    reader = CausalLMReader(chat_tokenizer(tmp_path / "other", template), loss_on="responses")
+    with pytest.raises(ConfigurationError) as info:
+        tokens(reader, record)
+    expect_message(info.value.message)
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -159,8 +351,21 @@ def test_tools_and_arguments_of_a_line_are_for_the_template(tmp_path: Path) -> N
         {"messages": [user("one"), assistant("two")], "tools": 3},
         {"messages": [user("one"), assistant("two")], "tools": "[{"},
         {"messages": [user("one"), assistant("two")], "chat_template_kwargs": []},
+        {"prompt": [user("one")], "completion": [assistant("two")]},
+        {"prompt": "one", "response": "two", "tools": [{"name": "sum"}]},
+        {"text": "one", "chat_template_kwargs": {"brief": True}},
     ],
-    ids=["begins_with_assistant", "mixed", "no_response", "tools", "json", "kwargs"],
+    ids=[
+        "begins_with_assistant",
+        "mixed",
+        "no_response",
+        "tools",
+        "json",
+        "kwargs",
+        "completion",
+        "tools_of_strings",
+        "kwargs_of_strings",
+    ],
 )
 def test_wrong_chats_are_refused(tmp_path: Path, record: Record, expect_message: Any) -> None:
     reader = CausalLMReader(chat_tokenizer(tmp_path / "tokenizer", PLAIN), loss_on="responses")

@@ -11,11 +11,19 @@ from allennlp.data import Vocabulary
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from allennlp_deepspeed.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
-from tests.fixtures.chat_tokenizer import PLAIN, VOCABULARY, chat_tokenizer
+from tests.fixtures.chat_tokenizer import (
+    OPEN_ENDED,
+    PLAIN,
+    SPECIAL,
+    TURN_MARKERS,
+    VOCABULARY,
+    chat_tokenizer,
+)
 from tests.fixtures.tiny_lm import LLAMA
 
 SIZES = {**LLAMA, "vocab_size": 300}
 END, END_OF_TURN, THOUGHT = (VOCABULARY[t] for t in ("<|endoftext|>", "<|im_end|>", "</think>"))
+MARKERS = {"additional_special_tokens": [*SPECIAL[1:], *TURN_MARKERS]}
 ORDINARY = VOCABULARY["a"]
 
 
@@ -31,8 +39,9 @@ def without_end() -> Dict[str, Any]:
         (PLAIN, {}, {**SIZES, "eos_token_id": END}, [END, END_OF_TURN]),
         (None, {}, {**SIZES, "eos_token_id": ORDINARY}, END),
         (PLAIN, {}, {**SIZES, "eos_token_id": [ORDINARY, THOUGHT]}, [END, END_OF_TURN, THOUGHT]),
+        (OPEN_ENDED, {}, without_end(), [END, len(VOCABULARY), len(VOCABULARY) + 2]),
     ],
-    ids=["no_end", "of_reader", "end_of_turn", "ordinary", "several"],
+    ids=["no_end", "of_reader", "end_of_turn", "ordinary", "several", "next_marker"],
 )
 @pytest.mark.parametrize("pretrained", [False, True])
 def test_a_response_ends_as_the_tokenizer_says(
@@ -43,7 +52,7 @@ def test_a_response_ends_as_the_tokenizer_says(
     expected: Union[int, List[int]],
     pretrained: bool,
 ) -> None:
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer", template)
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", template, **MARKERS)
     directory = str(tmp_path / "output")
     reader = CausalLMReader(
         tokenizer, tokenizer_kwargs=tokenizer_kwargs, serialization_dir=directory

@@ -93,16 +93,49 @@ def test_charts_have_what_was_written(tmp_path: Path) -> None:
         "Accuracy",
         "Learning rate",
         "Gradient norm",
-        "Memory per worker",
+        "Memory per worker (GB)",
     ]
     curves = {(curve.run, curve.kind): curve for curve in found["Loss"]}
     assert len(curves) == 6
-    assert curves[0, "within epochs"].values == [4 / step for step in range(1, 9)]
+    assert curves[0, "training steps"].values == [4 / step for step in range(1, 9)]
     assert curves[1, "validation"].values == [3, 1.5]
     assert curves[1, "validation"].steps == [2, 4]
     assert curves[1, "validation"].hours == pytest.approx([0.02, 0.04])
     assert {curve.kind for curve in found["Accuracy"]} == {"validation"}
-    assert found["Memory per worker"][0].values == [2_000_000] * 8
+    assert found["Memory per worker (GB)"][0].values == [0.002] * 8
+
+
+def figures(html: str) -> Dict[str, Dict[str, Any]]:
+    """The attributes of each chart over optimizer steps, by its title."""
+    found = re.search(r"const docs_json = '(.*)';$", html, flags=re.MULTILINE)
+    assert found is not None
+    (document,) = json.loads(found[1].replace("\\\\", "\\")).values()
+    (tabs,) = document["roots"]
+    by_step = tabs["attributes"]["tabs"][0]["attributes"]["child"]["attributes"]["children"]
+    attributes = [figure["attributes"] for figure in by_step]
+    return {each["title"]["attributes"]["text"]: each for each in attributes}
+
+
+def legend(figure: Dict[str, Any]) -> List[str]:
+    found = [each for each in figure.get("below", []) if each["name"] == "Legend"]
+    items = [item for each in found for item in each["attributes"]["items"]]
+    return [item["attributes"]["label"]["value"] for item in items]
+
+
+def test_a_legend_has_what_tells_curves_apart(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    one, two = figures(page(runs[:1])), figures(page(runs))
+    assert legend(one["Loss"]) == ["training steps", "training", "validation"]
+    assert legend(one["Accuracy"]) == ["validation"]
+    assert legend(one["Learning rate"]) == []
+    assert legend(two["Accuracy"]) == ["a, validation", "b, validation"]
+    assert legend(two["Learning rate"]) == ["a", "b"]
+
+
+def test_a_constant_value_is_in_the_middle_of_an_axis_of_its_size(tmp_path: Path) -> None:
+    found = figures(page([str(write_run(tmp_path / "run"))]))
+    assert found["Gradient norm"]["y_range"]["attributes"]["default_span"] == 0.5
+    assert found["Memory per worker (GB)"]["y_range"]["attributes"]["default_span"] == 0.002
 
 
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
@@ -228,3 +261,39 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     assert [message for message in shown.messages if "[bokeh" not in message] == []
     assert shown.num_pixels(BLUE) > 300
     assert shown.num_pixels(ORANGE) > 300
+
+
+# Where charts are, and how far the lines of their legends reach, in pixels.
+MEASURE = """<script>
+const within = (root, name) => [...root.querySelectorAll("*")].flatMap(element => [
+  ...(element.classList.contains(name) && element.offsetWidth > 0 ? [element] : []),
+  ...(element.shadowRoot ? within(element.shadowRoot, name) : []),
+]);
+setInterval(() => {
+  if (!Bokeh.documents.length || !Bokeh.documents[0].is_idle) return;
+  document.body.dataset.charts = JSON.stringify(within(document, "bk-Figure").map(figure => [
+    figure.getBoundingClientRect().left,
+    figure.getBoundingClientRect().right,
+    ...within(figure.shadowRoot, "bk-label").map(label => label.getBoundingClientRect().right),
+  ]));
+}, 50);
+</script>"""
+
+
+@requires_chromium
+@pytest.mark.parametrize("width, num_columns", [(1300, 2), (500, 1)])
+def test_charts_and_legends_fit_the_page(width: int, num_columns: int, tmp_path: Path) -> None:
+    names = ("a", "a_directory_that_has_the_arguments_of_its_run_in_its_name_lr_0.0003_seed_1")
+    runs = [str(write_run(tmp_path / name)) for name in names]
+    path = tmp_path / "report.html"
+    path.write_text(page(runs) + MEASURE)
+    shown = show(path, tmp_path, width, 4000)
+    measured = re.search(r'data-charts="(.*?)"', shown.document)
+    assert measured is not None
+    charts_of_page = json.loads(measured[1])
+    assert len({left for left, *_ in charts_of_page}) == num_columns
+    # Those of the hidden tab have the same places.
+    assert sum(len(labels) for _, _, *labels in charts_of_page) == 2 * 14
+    for _, right, *labels in charts_of_page:
+        assert max(right, *labels) <= width
+        assert max(labels) <= right

@@ -1,0 +1,124 @@
+"""What is installed around the engine, in which order, and that it is undone in the reverse one."""
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, List
+from unittest import mock
+
+import pytest
+import torch
+
+from allennlp_deepspeed.engine import features
+from tests.integration.elementwise_test import Layers, batches
+from tests.support.side_by_side import Side
+
+_PLAIN = [
+    "process environment",
+    "access to parameters that an earlier engine has sharded",
+    "snapshot of the model",
+    "steps of an optimizer that had an engine",
+    "trainable parameters first",
+    "initialize",
+    "what DeepSpeed has added to the model",
+    "modes of the engine and the model",
+    "reports",
+    "activation checkpointing",
+    "steps by the engine only",
+    "bias correction by the step count",
+    "memory of the snapshot",
+    "fixed parameter groups",
+    "one step of all groups",
+]
+_OF_STAGE_3 = [
+    "process environment of stage 3",
+    "partitioned regularizer",
+    "copies without hooks",
+    "hooks without a graph",
+    "inner gradients",
+    "inference mode",
+    "repeated calls of leaf modules",
+    "end of a forward pass that fails",
+    "parameters of the regularizer",
+    "no access to released parameters",
+    "parameters in groups",
+]
+_WITH_RANKS = ["leaf modules", "record of module calls"]
+_OF_STAGE_0 = ["backward pass of a loss"]
+_WITH_SHARDS = ["trainable parameters first", "fixed parameter groups", "one step of all groups"]
+_HALF = ["half precision", "penalty in fp32", "unrounded master weights"]
+
+
+class Recorder:
+    """Records what each feature of a trainer does."""
+
+    def __init__(self) -> None:
+        self.installed: List[str] = []
+        self.undone: List[str] = []
+
+    def recording(self, feature: features.Feature) -> features.Feature:
+        @contextmanager
+        def installed(undoing: Any) -> Iterator[None]:
+            with undoing:
+                yield
+            self.undone.append(feature.name)
+
+        def install(setup: features.Setup) -> Any:
+            undoing = feature.install(setup)
+            self.installed.append(feature.name)
+            return undoing and installed(undoing)
+
+        return feature._replace(install=install)
+
+    def __call__(self, _: Any) -> List[str]:
+        return self.installed
+
+
+def installed(stage: int, world_size: int = 1, **config: Any) -> List[str]:
+    recorder = Recorder()
+    recorded = tuple(map(recorder.recording, features.FEATURES))
+    side = Side(Layers, batches, stage, world_size, deepspeed_config=config)
+    with mock.patch.object(features, "FEATURES", recorded):
+        return side.on_all_ranks(recorder)[0]
+
+
+@pytest.mark.parametrize(
+    "stage, world_size, config, others, without",
+    [
+        (2, 1, {}, [], []),
+        (2, 2, {}, [], []),
+        (1, 1, {}, [], []),
+        (0, 1, {}, _OF_STAGE_0, _WITH_SHARDS),
+        (3, 1, {}, _OF_STAGE_3, []),
+        (3, 2, {}, [*_OF_STAGE_3, *_WITH_RANKS], []),
+        (2, 1, {"bf16": {"enabled": True}}, _HALF, []),
+        (2, 2, {"fp16": {"enabled": True}}, [*_HALF[:2], "loss scale"], []),
+        (
+            0,
+            1,
+            {"fp16": {"enabled": True}},
+            [*_HALF, "loss scale", "no step at the start"],
+            _WITH_SHARDS,
+        ),
+        (3, 1, {"bf16": {"enabled": True}}, [*_OF_STAGE_3, *_HALF[::2]], []),
+    ],
+)
+def test_features_that_a_config_installs(
+    stage: int, world_size: int, config: Dict[str, Any], others: List[str], without: List[str]
+) -> None:
+    names = installed(stage, world_size, **config)
+    assert set(names) == {*_PLAIN, *others} - {*without}
+    assert names == [f.name for f in features.FEATURES if f.name in names]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_features_are_undone_in_reverse_order(tmp_path: Path, stage: int) -> None:
+    recorder = Recorder()
+    recorded = tuple(map(recorder.recording, features.FEATURES))
+    side = Side(Layers, batches, stage)
+
+    with mock.patch.object(features, "FEATURES", recorded):
+        side.on_rank(0, lambda trainer: None, tmp_path)
+    with_undoing = [name for name in recorder.installed if name in recorder.undone]
+    assert recorder.undone == with_undoing[::-1]
+    assert recorder.undone[-1] == "process environment"
+    assert not torch.distributed.is_initialized()
