@@ -13,7 +13,6 @@ from typing import Any, Collection, Dict, Optional
 import numpy as np
 import torch
 from allennlp.training.metrics import Metric
-from transformers import PreTrainedModel
 
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.distributed_metrics import summed_attributes
@@ -25,6 +24,9 @@ _PLAIN = frozenset({bool, int, float, complex, str, type(None), np.ndarray})
 _NOT_OURS = frozenset(vars(torch.nn.Module()))
 # Counters of ZeRO-3 for gathering and releasing parameters.
 _DEEPSPEED_PREFIXES = ("ds_", "applied_pre_backward_ref_cnt")
+# Whether transformers has installed hooks that capture hidden states, which it does in the first
+# forward pass of a process.
+_OF_PROCESS = frozenset({"_output_capturing_hooks_installed"})
 
 State = Dict[str, Any]
 
@@ -49,21 +51,13 @@ def module_states(model: torch.nn.Module) -> Dict[str, State]:
             for key, value in vars(module).items()
             if key not in _NOT_OURS
             and not key.startswith(_DEEPSPEED_PREFIXES)
-            and not _is_setup(module, key, value)
+            and key not in _OF_PROCESS
             and (encoded := _encode(value, within_metric=False)) is not None
         }
         state.update(_encode_buffers(module))
         if state:
             states[name] = state
     return states
-
-
-def _is_setup(module: torch.nn.Module, key: str, value: Any) -> bool:
-    """
-    Returns whether an attribute tells what transformers has set up in this process, such as hooks
-    that capture hidden states, which a resumed run has not.
-    """
-    return isinstance(module, PreTrainedModel) and key.startswith("_") and type(value) is bool
 
 
 def fingerprints(states: Dict[str, State]) -> Dict[str, Any]:

@@ -302,10 +302,6 @@ def _is_compiled(setup: Setup) -> bool:
     return setup.compiler is not None
 
 
-def _is_half(setup: Setup) -> bool:
-    return setup.is_half
-
-
 def _at_stage_3(setup: Setup) -> bool:
     return setup.stage == 3
 
@@ -325,7 +321,7 @@ FEATURES: Tuple[Feature, ...] = (
     Feature("access to parameters that an earlier engine has sharded", _access),
     # Innermost of the wrappers of the forward pass: autocast isn't compiled.
     Feature("compiled forward pass", _compile_forward, lambda s: _is_compiled(s) and s.stage < 3),
-    Feature("half precision", _half_precision, _is_half),
+    Feature("half precision", _half_precision, lambda s: s.is_half),
     # At stage 3 the partitioned regularizer does this.
     Feature(
         "penalty in fp32",

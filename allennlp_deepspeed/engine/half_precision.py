@@ -1,6 +1,7 @@
 """Half precision: which modules compute in the dtype of their weights, and which under autocast."""
 
 import re
+import traceback
 from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from typing import Any, Callable, ContextManager, Iterator, List, Set, Union
@@ -9,7 +10,7 @@ from unittest import mock
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,17 +73,21 @@ class HalfPrecision:
 
     def _run(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self._device_type, dtype=self._dtype, enabled=self._is_on):
-            if self._is_on and not self._spares_modules:
-                return forward(*args, **kwargs)
             try:
                 return forward(*args, **kwargs)
             except RuntimeError as error:
-                if _OTHER_DTYPE.search(str(error)) is None:
+                if _OTHER_DTYPE.search(str(error)) is None or not self._ran_without(error):
                     raise
                 raise ConfigurationError(
                     f"A module can't compute in {self._dtype} without autocast ({error}): write "
                     "\"half_precision_autocast\": true in 'trainer'."
                 ) from error
+
+    def _ran_without(self, error: BaseException) -> bool:
+        """Returns whether an error is of a module that ran without autocast."""
+        frames = traceback.walk_tb(error.__traceback__)
+        own = HalfPrecision._run_in_weights_dtype.__code__
+        return not self._is_on or any(frame.f_code is own for frame, _ in frames)
 
     def _return_fp32(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         """
@@ -107,8 +112,9 @@ class HalfPrecision:
 
     def _from_fp32(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(self._dtype) if value.dtype == torch.float32 else value
-        if isinstance(value, (list, tuple, dict)):
+            return value.to(self._dtype) if _is_fp32(value) else value
+        if isinstance(value, (list, tuple, dict)) and any(map(_is_fp32, tree_leaves(value))):
+            # Else it stays the caller's object, which a module may fill.
             return tree_map_only(torch.Tensor, self._from_fp32, value)
         return value
 
@@ -135,6 +141,10 @@ def _wrap_forward(module: torch.nn.Module, wrapper: Callable) -> ContextManager[
     # partial is copied with the module, unlike a function that refers to it.
     forward: Any = partial(wrapper, module.forward)
     return mock.patch.object(module, "forward", update_wrapper(forward, module.forward))
+
+
+def _is_fp32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
