@@ -107,6 +107,8 @@ Install = Callable[[Setup], Optional[ContextManager[Any]]]
 
 class Feature(NamedTuple):
     """
+    Part of an engine's initialization.
+
     # Parameters
 
     name : `str`
@@ -335,7 +337,9 @@ FEATURES: Tuple[Feature, ...] = (
     Feature("steps of an optimizer that had an engine", _allow_steps),
     # DeepSpeed leaves out frozen parameters, and reduces all in the dtype of the first.
     Feature(
-        "trainable parameters first", _sort_groups, lambda s: _with_shards(s) and bool(s.optimizer)
+        "trainable parameters first",
+        _sort_groups,
+        lambda s: s.stage > 0 and s.optimizer is not None,
     ),
     Feature("leaf modules", _leaf_modules, _with_ranks_at_stage_3),
     Feature("initialize", _initialize),
