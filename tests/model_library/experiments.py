@@ -26,6 +26,7 @@ _OTHERS = (
 )
 _BROKEN = "broken_experiments"
 MAX_EPOCHS = 2
+SGD_RATE = 0.1
 # Changes of Adam: an `eps` above the rounding of gradients, and updates above that of weights.
 LESS_ROUNDING = {"with a large eps": {"eps": 1e-3}, "with a large rate": {"eps": 1e-3, "lr": 1e-2}}
 
@@ -44,6 +45,19 @@ def read(fixtures: Path, name: str, folder: Path) -> Dict[str, Any]:
     A config in which nothing is left to be downloaded. `folder` gets the files for that. An epoch
     or two are trained, and none ends the training early.
     """
+    config = read_unchanged(fixtures, name, folder)
+    trainer = config["trainer"]
+    trainer.pop("patience", None)
+    # They look for what only stand-ins with random weights have.
+    trainer["run_confidence_checks"] = False
+    if isinstance(trainer["optimizer"], dict) and trainer["optimizer"]["type"] == "adadelta":
+        # With that of the files an update is lost in rounding.
+        trainer["optimizer"]["lr"] = 1.0
+    return config
+
+
+def read_unchanged(fixtures: Path, name: str, folder: Path) -> Dict[str, Any]:
+    """A config that differs from the file's in what it downloads and in the epochs alone."""
     config = Params.from_file(str(fixtures / name)).as_dict(quiet=True)
     pairs = folder / "pairs.json"
     pairs.write_text(json.dumps(_PAIRS))
@@ -52,13 +66,13 @@ def read(fixtures: Path, name: str, folder: Path) -> Dict[str, Any]:
         del config["vocabulary"]
     trainer = config["trainer"]
     trainer["num_epochs"] = min(trainer.get("num_epochs", 20), MAX_EPOCHS)
-    trainer.pop("patience", None)
-    # They look for what only stand-ins with random weights have.
-    trainer["run_confidence_checks"] = False
-    if isinstance(trainer["optimizer"], dict) and trainer["optimizer"]["type"] == "adadelta":
-        # With that of the files an update is lost in rounding.
-        trainer["optimizer"]["lr"] = 1.0
     return config
+
+
+def with_sgd(config: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns the config with plain SGD, whose updates are as large as the gradients."""
+    optimizer = {"type": "sgd", "lr": SGD_RATE}
+    return {**config, "trainer": {**config["trainer"], "optimizer": optimizer}}
 
 
 def _replaced(value: Any, pairs: str) -> Any:

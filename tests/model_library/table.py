@@ -184,3 +184,29 @@ def _cell(name: str, key: str, verdict: str, used: List[int]) -> str:
     if note not in used:
         used.append(note)
     return f"{text} <sup>{used.index(note) + 1}</sup>"
+
+
+BY_PARAMETER = {
+    "file 2": "as the file has it, stage 2",
+    "sgd 2": "SGD, stage 2",
+    "sgd 3": "SGD, stage 3",
+}
+
+
+def markdown_by_parameter(heading: Dict[str, Any], results: Dict[str, Dict[str, str]]) -> str:
+    rows = [
+        [
+            name.partition(".json")[0],
+            *(
+                re.sub(r"[|]", "/", verdicts.get(key, verdicts.get("reference", "")))[:160]
+                for key in BY_PARAMETER
+            ),
+        ]
+        for name, verdicts in sorted(results.items())
+    ]
+    return report.document(
+        "Models of allennlp-models, parameter by parameter",
+        f"{len(results)} experiments.",
+        report.table(["experiment", *BY_PARAMETER.values()], rows),
+        report.describe(heading),
+    )

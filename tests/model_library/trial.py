@@ -23,6 +23,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DataLoader
 from allennlp.models import Model, archive_model, load_archive
 from allennlp.modules.encoder_base import _EncoderBase
+from allennlp.nn.parallel import TorchDdpAccelerator
 from allennlp.predictors import Predictor
 from allennlp.training import TrainerCallback
 from allennlp.training.util import evaluate, make_vocab_from_params
@@ -233,7 +234,16 @@ def _train(
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         dist.barrier()
-    loop = TrainModel.from_params(params, serialization_dir=str(folder), local_rank=rank)
+    extras: Dict[str, Any] = {}
+    if world_size > 1 and config["trainer"].get("type") != "deepspeed":
+        # As the key 'distributed.ddp_accelerator' has it.
+        extras["ddp_accelerator"] = TorchDdpAccelerator(
+            find_unused_parameters=True,
+            local_rank=rank,
+            world_size=world_size,
+            cuda_device=torch.device("cpu"),
+        )
+    loop = TrainModel.from_params(params, serialization_dir=str(folder), local_rank=rank, **extras)
     is_ours = isinstance(loop.trainer, DeepSpeedTrainer)
     initial = None if is_ours else _arrays(loop.model)
     own_ranks = [rank] if world_size > 1 else range(config["data_loader"].get("world_size", 1))
