@@ -1,130 +1,308 @@
 """
 Trains the experiments of the fixtures of allennlp-models with two workers beside `gradient_descent`
 with AllenNLP's own `DistributedDataParallel`: each as its file has it, with confidence checks, and
-with SGD, where each parameter is compared by itself. Writes
-`benchmarks/results/models_library_by_parameter.md`. `--only coref,bidaf` trains some.
+with SGD, where each parameter is compared by itself. Then the library's training configs, on the
+data of the fixtures. Writes `benchmarks/results/models_library_by_parameter.md`. `--keep` adds to
+the verdicts of an earlier invocation at the same commit, `--only coref,bidaf` trains some.
 """
 
 import argparse
 import json
 import logging
 import os
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from benchmarks.harness import report
 from tests.model_library import stand_ins
-from tests.model_library.__main__ import difference, ours
-from tests.model_library.table import TOLERANCE, markdown_by_parameter
+from tests.model_library.__main__ import SIMILAR, SMALL, difference, ours
+from tests.model_library.table import LAST_DIGITS, TOLERANCE
+from tests.model_library.table_by_parameter import is_fine, markdown_by_parameter
 
 logger = logging.getLogger(__name__)
 
 WORLD_SIZE = 2
+TITLE = "models_library_by_parameter"
 
-# Updates below this part of that of all parameters, and differences below these many units in the
-# last place of a parameter, are rounding.
-SMALLEST, ROUNDINGS = 1e-6, 4
+# A parameter whose update is less than this part of that of all may have moved by rounding alone:
+# its difference is measured as a part of that.
+SMALLEST = 1e-6
+# How many units in the last place a parameter has moved by if a wrong gradient would show.
+MOVED = 100
+# How far from itself a parameter may be with another rounding, if that is to explain a difference.
+MAX_ROUNDING = 1e-2
+
+EPSILON = float(np.finfo(np.float32).eps)
 
 
-def of_each_parameter(reference: Any, outcome: Any) -> Tuple[float, str]:
+class Off(NamedTuple):
     """
-    Returns how far the worst parameter is off, as a part of the update of its own, and its name.
-    What weights round is no difference, and an update that may be rounding counts as that of
-    `SMALLEST` of all.
+    How far a parameter is off.
+
+    # Parameters
+
+    part : `float`
+        Of its own update.
+    name : `str`
     """
-    updates = {n: _norm(w, reference.initial[n]) for n, w in reference.weights.items()}
+
+    part: float
+    name: str
+
+
+def off_by_parameter(reference: Any, outcome: Any) -> List[Off]:
+    """Returns the parameters that aren't equal to the last bit, the worst first."""
+    updates = _updates(reference)
     smallest = SMALLEST * float(np.sqrt(sum(update**2 for update in updates.values())))
-    worst = (0.0, "")
+    found = []
     for name, weight in reference.weights.items():
-        rounding = ROUNDINGS * np.finfo(np.float32).eps * _norm(weight, 0)
-        off = max(_norm(weight, outcome.weights[name]) - rounding, 0)
-        if off > 0:
-            worst = max(worst, (off / max(updates[name], smallest), name))
-    return worst
+        distance = _norm(weight, outcome.weights[name])
+        if distance > 0:
+            size = max(updates[name], smallest)
+            found.append(Off(distance / size if size > 0 else np.inf, name))
+    return sorted(found, reverse=True)
+
+
+def moved(reference: Any) -> Tuple[int, int, int]:
+    """
+    Returns how many parameters have moved by so much more than they are rounded that a gradient
+    that is wrong by some percent would show, how many are trainable, and how many of these haven't
+    moved at all.
+    """
+    sizes = {name: _norm(reference.weights[name], 0.0) for name in reference.trainable}
+    updates = _updates(reference)
+    enough = sum(updates[n] > MOVED * EPSILON * sizes[n] for n in sizes)
+    return enough, len(sizes), sum(updates[n] == 0 for n in sizes)
+
+
+def _updates(reference: Any) -> Dict[str, float]:
+    return {n: _norm(w, reference.initial[n]) for n, w in reference.weights.items()}
 
 
 def _norm(weight: Any, other: Any) -> float:
     return float(np.sqrt(np.square(weight - other, dtype=np.float64).sum()))
 
 
-def run_experiment(fixtures: Path, name: str) -> Dict[str, str]:
-    """Returns a verdict of each cell."""
-    from tests.model_library import experiments, trial
+class Comparison:
+    """The trainings of a config by two workers, and of variations of it that explain a verdict."""
+
+    def __init__(self, config: Dict[str, Any], folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._references: Dict[str, Any] = {}
+        self._outcomes: Dict[int, Any] = {}
+        folder.mkdir()
+
+    def reference(self, prepare: Any = None) -> Any:
+        """With `gradient_descent` and AllenNLP's `DistributedDataParallel`."""
+        name = getattr(prepare, "__name__", "reference")
+        if name not in self._references:
+            self._references[name] = self._train(self._config, name, prepare)
+        return self._references[name]
+
+    def outcome(self, stage: int) -> Any:
+        if stage not in self._outcomes:
+            config = ours(self._config, WORLD_SIZE, stage)
+            self._outcomes[stage] = self._train(config, f"stage {stage}")
+        return self._outcomes[stage]
+
+    def _train(self, config: Dict[str, Any], name: str, prepare: Any = None) -> Any:
+        from tests.model_library import experiments, trial
+
+        copied = experiments.copied(config)
+        return trial.train(copied, WORLD_SIZE, self._folder / name, prepare)
+
+    def verdict(self, stage: int, by_parameter: bool = False) -> str:
+        reference, outcome = self.reference(), self.outcome(stage)
+        if outcome.refusal:
+            both = "both: " if outcome.refusal == reference.refusal else ""
+            return f"{both}refused: {outcome.refusal}"
+        if reference.weights is None:
+            return f"REFERENCE: {reference.failure or reference.refusal}"
+        if outcome.failure:
+            return f"FAILS: {outcome.failure}"
+        if not off_by_parameter(reference, outcome):
+            return "0.0e+00"
+        return self._of_parameters(outcome) if by_parameter else self._of_all(stage)
+
+    def _of_parameters(self, outcome: Any) -> str:
+        found = off_by_parameter(self.reference(), outcome)
+        if found[0].part <= TOLERANCE:
+            return f"{found[0].part:.1e}"
+        found = [off for off in found if off.part > TOLERANCE]
+        if all(off.part <= SMALL and self._in_last_digits(outcome, off.name) for off in found):
+            return f"DIFFERS, {found[0].part:.1e} in the last digits"
+        unexplained = self._not_rounding(found)
+        if unexplained:
+            return f"DIFFERS: {unexplained[0].part:.1e} {unexplained[0].name}"
+        return f"DIFFERS, {found[0].part:.1e} in {found[0].name}"
+
+    def _in_last_digits(self, outcome: Any, name: str) -> bool:
+        weight, other = self.reference().weights[name], outcome.weights[name]
+        return bool((np.abs(weight - other) <= LAST_DIGITS * np.spacing(np.abs(weight))).all())
+
+    def _not_rounding(self, found: List[Off]) -> List[Off]:
+        """
+        Returns those that are farther off than `gradient_descent` is from itself when it rounds
+        differently, in this parameter.
+        """
+        from tests.model_library import trial
+
+        differently = self.reference(trial.round_differently)
+        if differently.weights is None:
+            return found
+        itself = {off.name: off.part for off in off_by_parameter(self.reference(), differently)}
+        updates = _updates(self.reference())
+        smallest = SMALLEST * float(np.sqrt(sum(update**2 for update in updates.values())))
+
+        def is_rounding(off: Off) -> bool:
+            most = SIMILAR * itself.get(off.name, 0)
+            return off.part <= most and (most <= MAX_ROUNDING or updates[off.name] <= smallest)
+
+        return [off for off in found if not is_rounding(off)]
+
+    def _of_all(self, stage: int) -> str:
+        """Compares the norms of all weights, since Adam makes large steps of rounding."""
+        from tests.model_library import experiments, trial
+
+        reference, outcome = self.reference(), self.outcome(stage)
+        off = difference(reference, outcome)
+        if off <= TOLERANCE:
+            return f"{off:.1e}"
+        if difference(self.reference(trial.zero_unused_gradients), outcome) <= TOLERANCE:
+            return f"DIFFERS, {off:.1e} from gradients of 0"
+        for text, changes in experiments.LESS_ROUNDING.items():
+            config = experiments.with_adam(self._config, changes)
+            if config is None:
+                continue
+            calm = Comparison(config, self._folder / f"{text} {stage}")
+            if difference(calm.reference(), calm.outcome(stage)) <= TOLERANCE:
+                return f"DIFFERS, {off:.1e} {text}"
+            zeros = calm.reference(trial.zero_unused_gradients)
+            if difference(zeros, calm.outcome(stage)) <= TOLERANCE:
+                return f"DIFFERS, {off:.1e} from gradients of 0 {text}"
+        itself = difference(reference, self.reference(trial.round_differently))
+        if off <= SIMILAR * itself <= SMALL:
+            return f"DIFFERS, {off:.1e} between two roundings"
+        return f"DIFFERS: {off:.1e} {off_by_parameter(reference, outcome)[0].name}"
+
+
+def run_config(
+    file: Dict[str, Any], folder: Path, sgd: Optional[Dict[str, Any]] = None
+) -> Dict[str, str]:
+    """
+    Returns a verdict of each cell: of the config as it is, with confidence checks, and of that with
+    SGD, without. If stage 2 is refused, stage 0 is trained too.
+    """
+    from tests.model_library import experiments
 
     verdicts: Dict[str, str] = {}
+    trained = Comparison(file, folder / "file")
+    stages = _accepted(trained, (2,) if sgd else (2, 3))
+    verdicts["checks"] = _of_checks(trained.reference(), trained.outcome(stages[-1]))
+    if trained.reference().detected:
+        trainer = {**file["trainer"], "run_confidence_checks": False}
+        trained = Comparison({**file, "trainer": trainer}, folder / "without checks")
+    for stage in stages:
+        verdicts[f"file {stage}"] = trained.verdict(stage)
+    if sgd:
+        plain = Comparison(experiments.with_sgd(sgd), folder / "sgd")
+        if plain.reference().weights is not None:
+            verdicts["moved"] = "{} of {}, {} unmoved".format(*moved(plain.reference()))
+        for stage in _accepted(plain, (2, 3)):
+            verdicts[f"sgd {stage}"] = plain.verdict(stage, by_parameter=True)
+    return verdicts
+
+
+def _accepted(comparison: Comparison, stages: Tuple[int, ...]) -> Tuple[int, ...]:
+    """Returns the stages, and 0 if the first of them is refused."""
+    return (*stages, 0) if comparison.outcome(stages[0]).refusal else stages
+
+
+def _of_checks(reference: Any, outcome: Any) -> str:
+    """Compares what AllenNLP's confidence checks have seen and found."""
+    seen = [(o.checked, o.detected) for o in (reference, outcome)]
+    if None in (reference.checked, outcome.checked):
+        return "none" if seen[0] == seen[1] else "ours none" if reference.checked else "theirs none"
+    if seen[0] != seen[1]:
+        return f"DIFFERS: {len(reference.checked)} and {len(outcome.checked)} calls of layers"
+    found = f", {len(reference.detected)} pairs" if reference.detected else ""
+    return f"{len(reference.checked)} calls{found}"
+
+
+def run_experiment(fixtures: Path, name: str) -> Dict[str, str]:
+    from tests.model_library import experiments, trial
+
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         try:
             file = experiments.read_unchanged(fixtures, name, folder)
             file = trial.make_vocabulary(file, folder)
-            sgd = experiments.with_sgd(experiments.read(fixtures, name, folder))
+            sgd = experiments.read(fixtures, name, folder)
             sgd["vocabulary"] = file["vocabulary"]
         except Exception as error:
             return {"reference": f"ERROR: {trial.in_short(error)}"}
-        for label, config, stages, compare in (
-            ("file", file, (2,), _all_parameters),
-            ("sgd", sgd, (2, 3), _by_parameter),
-        ):
-            reference = trial.train(experiments.copied(config), WORLD_SIZE, folder / label)
-            for stage in stages:
-                key = f"{label} {stage}"
-                changed = ours(experiments.copied(config), WORLD_SIZE, stage)
-                outcome = trial.train(changed, WORLD_SIZE, folder / key)
-                verdicts[key] = _verdict(reference, outcome, compare)
-    return verdicts
+        for key in ("run_confidence_checks", "run_sanity_checks"):
+            file["trainer"].pop(key, None)
+        return run_config(file, folder, sgd)
 
 
-def _verdict(reference: Any, outcome: Any, compare: Callable[[Any, Any], str]) -> str:
-    if outcome.refusal and outcome.refusal == reference.refusal:
-        return f"both: {outcome.refusal}"
-    if outcome.refusal:
-        return f"refused: {outcome.refusal}"
-    if reference.weights is None:
-        return f"REFERENCE: {reference.failure or reference.refusal}"
-    if outcome.failure:
-        return f"FAILS: {outcome.failure}"
-    return compare(reference, outcome)
+def run_training_config(name: str) -> Dict[str, str]:
+    """On the data of the fixtures, beside what `check` says of the file as it is."""
+    from tests.model_library import training_configs, trial
+
+    path = Path("training_config") / name
+    messages = training_configs.check(path, stages=(2, 3))
+    verdicts = {f"check {stage}": message for stage, message in messages.items()}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        try:
+            config = trial.make_vocabulary(training_configs.read(path, folder), folder)
+        except Exception as error:
+            return {**verdicts, "reference": f"ERROR: {trial.in_short(error)}"}
+        return {**verdicts, **run_config(config, folder)}
 
 
-def _all_parameters(reference: Any, outcome: Any) -> str:
-    return f"{difference(reference, outcome):.1e}"
+def run(arguments: argparse.Namespace) -> Dict[str, Any]:
+    from tests.model_library import experiments, training_configs
 
-
-def _by_parameter(reference: Any, outcome: Any) -> str:
-    off, name = of_each_parameter(reference, outcome)
-    return f"{off:.1e} {name}" if off > TOLERANCE else f"{off:.1e}"
-
-
-def run(arguments: argparse.Namespace, names: List[str]) -> Dict[str, Dict[str, str]]:
-    """Adds to the verdicts of earlier invocations, after each experiment, because it takes long."""
     heading = report.heading(WORLD_SIZE, "transformers", "allennlp-models")
-    title = "models_library_by_parameter"
-    results: Dict[str, Dict[str, str]] = report.read(arguments.output, title).get("results", {})
-    for name in names:
-        if name in results and not arguments.only:
-            continue
-        results[name] = run_experiment(Path("test_fixtures"), name)
-        logger.info("%s: %s", name, json.dumps(results[name]))
-        text = markdown_by_parameter(heading, results)
-        report.write(arguments.output, title, {**heading, "results": results}, text)
-    return results
+    data = report.keep(arguments.output, TITLE, heading) if arguments.keep else {}
+    data = data or heading
+    fixtures = Path("test_fixtures")
+    for key, names, train in (
+        ("experiments", experiments.find(fixtures), lambda name: run_experiment(fixtures, name)),
+        ("configs", training_configs.find(Path("training_config")), run_training_config),
+    ):
+        results = data.setdefault(key, {})
+        for name in names:
+            chosen = arguments.only and any(part in f"{key} {name}" for part in arguments.only)
+            if chosen if arguments.only else name not in results:
+                results[name] = train(name)
+                logger.info("%s %s: %s", key, name, json.dumps(results[name]))
+                report.write(arguments.output, TITLE, data, markdown_by_parameter(data))
+    return data
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.model_library.by_parameter", description=__doc__
     )
-    parser.add_argument("checkout", type=lambda path: Path(path).resolve())
-    parser.add_argument("--only", help="experiments with one of these in their path, as in a,b")
+    parser.add_argument(
+        "checkout", type=lambda path: Path(path).resolve(), help="of allennlp-models 2.10.1"
+    )
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--only", type=lambda text: text.split(","))
     parser.add_argument("--output", type=lambda path: Path(path).resolve(), default=report.RESULTS)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for name in ("allennlp", "allennlp_deepspeed", "allennlp_models", "DeepSpeed", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with stand_ins.hub():
+    with stand_ins.hub(with_large_models=True):
         from allennlp.common.util import import_module_and_submodules
 
         from tests.model_library import experiments
@@ -133,10 +311,9 @@ def main() -> None:
             import_module_and_submodules(package)
         experiments.install()
         os.chdir(arguments.checkout)
-        names = experiments.find(Path("test_fixtures"))
-        if arguments.only:
-            names = [n for n in names if any(part in n for part in arguments.only.split(","))]
-        run(arguments, names)
+        data = run(arguments)
+    rows = [row for key in ("experiments", "configs") for row in data[key].items()]
+    sys.exit(0 if all(is_fine(*row) for row in rows) else 1)
 
 
 if __name__ == "__main__":

@@ -59,9 +59,7 @@ def read(fixtures: Path, name: str, folder: Path) -> Dict[str, Any]:
 def read_unchanged(fixtures: Path, name: str, folder: Path) -> Dict[str, Any]:
     """A config that differs from the file's in what it downloads and in the epochs alone."""
     config = Params.from_file(str(fixtures / name)).as_dict(quiet=True)
-    pairs = folder / "pairs.json"
-    pairs.write_text(json.dumps(_PAIRS))
-    config = _replaced(config, str(pairs))
+    config = _replaced(config, str(write_pairs(folder)))
     if config.get("vocabulary", {}) is None:
         del config["vocabulary"]
     trainer = config["trainer"]
@@ -69,10 +67,21 @@ def read_unchanged(fixtures: Path, name: str, folder: Path) -> Dict[str, Any]:
     return config
 
 
+def write_pairs(folder: Path) -> Path:
+    """Writes words for the directions of a bias."""
+    path = folder / "pairs.json"
+    path.write_text(json.dumps(_PAIRS))
+    return path
+
+
 def with_sgd(config: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns the config with plain SGD, whose updates are as large as the gradients."""
-    optimizer = {"type": "sgd", "lr": SGD_RATE}
-    return {**config, "trainer": {**config["trainer"], "optimizer": optimizer}}
+    """
+    Returns the config with plain SGD at one rate, whose updates are as large as the gradients.
+    """
+    trainer = {**config["trainer"], "optimizer": {"type": "sgd", "lr": SGD_RATE}}
+    for key in ("learning_rate_scheduler", "momentum_scheduler"):
+        trainer.pop(key, None)
+    return {**config, "trainer": trainer}
 
 
 def _replaced(value: Any, pairs: str) -> Any:
@@ -235,7 +244,7 @@ def with_adam(config: Dict[str, Any], changes: Dict[str, float]) -> Optional[Dic
     """Returns the config with changes of its Adam; `None` with another optimizer."""
     optimizer = config["trainer"]["optimizer"]
     section = {"type": optimizer} if isinstance(optimizer, str) else optimizer
-    if section["type"] not in ("adam", "adamw", "huggingface_adamw"):
+    if section["type"] not in ("adam", "adamw", "dense_sparse_adam", "huggingface_adamw"):
         return None
     return {**config, "trainer": {**config["trainer"], "optimizer": {**section, **changes}}}
 

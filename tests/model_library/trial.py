@@ -12,7 +12,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from allennlp.modules.encoder_base import _EncoderBase
 from allennlp.nn.parallel import TorchDdpAccelerator
 from allennlp.predictors import Predictor
 from allennlp.training import TrainerCallback
+from allennlp.training.callbacks import ConfidenceChecksCallback
+from allennlp.training.callbacks.confidence_checks import ConfidenceCheckError
 from allennlp.training.util import evaluate, make_vocab_from_params
 
 from allennlp_deepspeed import DeepSpeedTrainer
@@ -49,14 +51,24 @@ class Outcome(NamedTuple):
         After the last epoch.
     initial : `Dict[str, np.ndarray]`, optional (default = `None`)
         Before the first step.
+    trainable : `List[str]`, optional (default = `None`)
+        Names of parameters before the first step.
     refusal : `str`, optional (default = `""`)
     failure : `str`, optional (default = `""`)
+    checked : `List[str]`, optional (default = `None`)
+        The names of the layers that were called under the eyes of AllenNLP's confidence checks, in
+        this order, without those that wrap the model; `None` without checks.
+    detected : `List[Tuple[str, str]]`, optional (default = `None`)
+        Those of them that the checks found fault with, which ended the training.
     """
 
     weights: Optional[Weights] = None
     initial: Optional[Weights] = None
+    trainable: Optional[List[str]] = None
     refusal: str = ""
     failure: str = ""
+    checked: Optional[List[str]] = None
+    detected: Optional[List[Tuple[str, str]]] = None
 
 
 def in_processes(world_size: int, work: Callable[[int], Outcome]) -> List[Outcome]:
@@ -236,7 +248,8 @@ def _train(
         dist.barrier()
     extras: Dict[str, Any] = {}
     if world_size > 1 and config["trainer"].get("type") != "deepspeed":
-        # As the key 'distributed.ddp_accelerator' has it.
+        # As the key 'distributed.ddp_accelerator' has it. The default `False` raises where a batch
+        # leaves parameters unused.
         extras["ddp_accelerator"] = TorchDdpAccelerator(
             find_unused_parameters=True,
             local_rank=rank,
@@ -246,14 +259,35 @@ def _train(
     loop = TrainModel.from_params(params, serialization_dir=str(folder), local_rank=rank, **extras)
     is_ours = isinstance(loop.trainer, DeepSpeedTrainer)
     initial = None if is_ours else _arrays(loop.model)
+    trainable = [name for name, p in loop.model.named_parameters() if p.requires_grad]
     own_ranks = [rank] if world_size > 1 else range(config["data_loader"].get("world_size", 1))
     _prepare_each_forward(loop.model, own_ranks)
     if prepare is not None:
         prepare(loop.model)
-    loop.trainer.train()
+    try:
+        loop.trainer.train()
+    except ConfidenceCheckError as error:
+        return Outcome(failure=in_short(error), **_confidence_checks(loop.trainer))
     if world_size > 1:
         dist.barrier()
-    return Outcome(weights=_Weights.taken, initial=initial)
+    seen = _confidence_checks(loop.trainer)
+    return Outcome(weights=_Weights.taken, initial=initial, trainable=trainable, **seen)
+
+
+def _confidence_checks(trainer: Any) -> Dict[str, Any]:
+    """Returns what the checks of rank 0 have seen, as fields of an `Outcome`."""
+    for callback in trainer._callbacks:
+        verification = getattr(callback, "_verification", None)
+        if isinstance(callback, ConfidenceChecksCallback) and verification is not None:
+            names = [_own_name(name) for name, _ in verification._module_sequence]
+            pairs = [(_own_name(a), _own_name(b)) for a, b in verification.detected_pairs]
+            return {"checked": [name for name in names if name], "detected": pairs}
+    return {}
+
+
+def _own_name(name: str) -> str:
+    """The name in the model, without that of `DistributedDataParallel`'s, which has it inside."""
+    return "" if name == "module" else name.removeprefix("module.")
 
 
 def round_differently(model: Model) -> None:

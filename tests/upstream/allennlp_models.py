@@ -295,6 +295,30 @@ def write_stand_ins() -> None:
         _write(*stand_in)
 
 
+def write_large_stand_ins() -> None:
+    """Adds those of the large models that allennlp-models trains: as wide, and of two layers."""
+    torch.manual_seed(0)
+    size: Dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16}
+    size["intermediate_size"] = 64
+    byte_pairs = _byte_pairs("RobertaTokenizer", ["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
+    roberta = transformers.RobertaConfig(
+        **size, vocab_size=500, type_vocab_size=1, max_position_embeddings=514
+    )
+    for name in ("roberta-large", "roberta-large-mnli"):
+        _write(name, transformers.RobertaModel(roberta), byte_pairs)
+    bert = transformers.BertModel(transformers.BertConfig(**size, vocab_size=250))
+    _write("SpanBERT/spanbert-large-cased", bert, _letters)
+    bart = transformers.BartConfig(
+        vocab_size=600,
+        d_model=1024,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+    )
+    _write("facebook/bart-large", transformers.BartForConditionalGeneration(bart), byte_pairs)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     write_stand_ins()
 
