@@ -33,7 +33,7 @@ help:
 	@echo "make chat-templates TRL=path  compare the tokens and the loss of conversations with transformers' and TRL's, for the chat templates of an installed package trl"
 	@echo "make optimizers  train with optimizers of PyTorch and of packages at every stage, beside AllenNLP's own trainer (about 15 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of all folders with this package imported (about 15 minutes)"
-	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer (about 30 minutes)"
+	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer, and its training configs (about two hours)"
 	@echo "make upstream-projects PROJECTS=path  train public projects, of checkouts in a folder, named OWNER+NAME, beside AllenNLP's own trainer"
 	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about three hours)"
 	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
@@ -148,10 +148,11 @@ upstream-folders: $(VENV)/installed-upstream
 	$(if $(ALLENNLP),,$(error Write `make upstream-folders ALLENNLP=path`, the path of a checkout of AllenNLP 2.10.1))
 	python -m tests.upstream_suite "$(ALLENNLP)"
 
-# The table is committed under benchmarks/results.
+# The tables are committed under benchmarks/results.
 upstream-models-library: $(VENV)/installed-models
 	$(if $(MODELS),,$(error Write `make upstream-models-library MODELS=path`, the path of a checkout of allennlp-models 2.10.1))
 	python -m tests.model_library "$(MODELS)"
+	python -m tests.model_library.by_parameter "$(MODELS)"
 
 # The table is docs/projects.md.
 upstream-projects: $(VENV)/installed-models $(OPS)/CPUAdamBuilder.built

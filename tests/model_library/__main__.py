@@ -244,7 +244,7 @@ def main() -> None:
     for name in ("allennlp", "allennlp_deepspeed", "allennlp_models", "DeepSpeed", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     heading = report.heading(2, "transformers", "allennlp-models")
-    with stand_ins.hub():
+    with stand_ins.hub(with_large_models=True):
         results = run(arguments)
         configs = {} if arguments.only else check_training_configs()
     if not arguments.only:

@@ -57,11 +57,11 @@ def _intro(results: Dict[str, Dict[str, str]]) -> Tuple[str, ...]:
     counts = [re.findall(r"\d+", verdicts.get("moved", "")) for verdicts in results.values()]
     moved, trainable, unmoved = (sum(int(c[index]) for c in counts if c) for index in range(3))
     return (
-        f"The {len(results)} experiments of the fixtures of allennlp-models 2.10.1 (`python -m "
-        "tests.model_library.by_parameter PATH`, with the path of a checkout) by two workers, "
-        "beside `gradient_descent` with AllenNLP's own `DistributedDataParallel`. The hub's models "
-        "are small stand-ins with random weights, and what is random in a micro-batch is the same "
-        "on both sides. Two trainings are compared, of up to two epochs:",
+        f"The {len(results)} experiments of the fixtures of allennlp-models 2.10.1 (`make "
+        "upstream-models-library MODELS=path`) by two workers, beside `gradient_descent` with "
+        "AllenNLP's own `DistributedDataParallel`. The hub's models are small stand-ins with "
+        "random weights, and what is random in a micro-batch is the same on both sides. Two "
+        "trainings are compared, of up to two epochs:",
         "- *As its file has it*, with its optimizer, rate, schedule and patience, and with "
         "AllenNLP's confidence checks, also where the file turns them off. Their column has the "
         "number of calls of layers that they saw in the first step, if both sides called the same "
