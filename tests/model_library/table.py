@@ -185,10 +185,15 @@ def _refused(configs: Dict[str, Dict[str, str]]) -> List[List[str]]:
     for name, messages in configs.items():
         stages = [stage for stage, text in messages.items() if text]
         if stages:
-            message = re.split(", but |: add|: write|; write", messages[stages[0]])[0]
-            mark = " (**unexpected**)" if wrongly_refused(messages) else ""
-            rows.append([name.partition(".json")[0], ", ".join(stages), message + mark])
+            rows.append([name.partition(".json")[0], ", ".join(stages), message_of(messages)])
     return rows
+
+
+def message_of(messages: Dict[str, str]) -> str:
+    """Returns the beginning of the first message that refuses a training config, or `""`."""
+    first = next(filter(None, messages.values()), "")
+    mark = " (**unexpected**)" if wrongly_refused(messages) else ""
+    return re.split(", but |, whose |, which |: add|: write|; write", first)[0] + mark
 
 
 def _row(name: str, verdicts: Dict[str, str], used: List[int]) -> List[str]:

@@ -4,7 +4,7 @@ import re
 from typing import Any, Dict, List, Tuple
 
 from benchmarks.harness import report
-from tests.model_library.table import NOTES, cell, is_explained, marked
+from tests.model_library.table import NOTES, cell, is_explained, marked, message_of
 
 # Keys of verdicts: the stage that is asked for, and the one that is trained if it is refused.
 EXPERIMENTS = {
@@ -15,8 +15,6 @@ EXPERIMENTS = {
     "SGD, stage 3": ("sgd 3",),
 }
 CONFIGS = {
-    "`check`, stage 2": ("check 2",),
-    "`check`, stage 3": ("check 3",),
     "confidence checks": ("checks",),
     "two epochs, stage 2": ("file 2", "file 0"),
     "two epochs, stage 3": ("file 3",),
@@ -29,24 +27,40 @@ def is_fine(name: str, verdicts: Dict[str, str]) -> bool:
 
 def _is_plain(key: str, verdict: str) -> bool:
     """Whether it needs no note."""
-    if key in ("checks", "moved"):
-        return bool(re.fullmatch(r"\d+ (calls|of \d+, \d+ unmoved)", verdict))
-    return key.startswith("check ") and not verdict
+    form = r"\d+ (calls|of \d+, \d+ unmoved)"
+    return key in ("checks", "moved") and bool(re.fullmatch(form, verdict))
 
 
 def markdown_by_parameter(data: Dict[str, Any]) -> str:
     used: List[int] = []
     experiments, configs = data.get("experiments", {}), data.get("configs", {})
+    checks = data.get("checks", {})
     tables = [
-        _table("experiment", EXPERIMENTS, experiments, used),
-        _table("training config", CONFIGS, configs, used),
+        report.table(
+            ["experiment", *EXPERIMENTS],
+            [
+                [_short(name), *_cells(name, EXPERIMENTS, verdicts, used)]
+                for name, verdicts in sorted(experiments.items())
+            ],
+        ),
+        report.table(
+            ["training config", "`check` at stages 2 and 3", *CONFIGS],
+            [
+                [
+                    _short(name),
+                    message_of(messages) or "valid",
+                    *_cells(name, CONFIGS, configs.get(name, {}), used),
+                ]
+                for name, messages in sorted(checks.items())
+            ],
+        ),
     ]
     notes = "\n".join(f"{i + 1}. {NOTES[n].text}." for i, n in enumerate(used))
     return report.document(
         "Models of allennlp-models, parameter by parameter",
         *_intro(experiments),
         tables[0],
-        *_intro_of_configs(configs),
+        _intro_of_configs(checks, configs),
         tables[1],
         notes,
         report.describe(data),
@@ -76,31 +90,25 @@ def _intro(results: Dict[str, Dict[str, str]]) -> Tuple[str, ...]:
     )
 
 
-def _intro_of_configs(results: Dict[str, Dict[str, str]]) -> Tuple[str, ...]:
-    trained = sum("file 3" in verdicts for verdicts in results.values())
+def _intro_of_configs(checks: Dict[str, Any], results: Dict[str, Dict[str, str]]) -> str:
     return (
-        f"The library's {len(results)} training configs without images: what `allennlp deepspeed "
-        f"check` says with two workers, and two epochs of {trained} of them on the data of the "
-        "fixtures, with confidence checks, beside `gradient_descent` in the same way. Models are "
-        "as wide as the files have them. Pretrained ones are stand-ins of two layers with random "
-        "weights, and the language model samples 10 words for its softmax, without `use_amp`.",
+        f"The library's {len(checks)} training configs without images: what refuses them in "
+        f"`allennlp deepspeed check` with two workers, and two epochs of {len(results)} of them, "
+        "with confidence checks, beside `gradient_descent` in the same way. Data are the "
+        "fixtures', and models as wide as the files have them. Pretrained ones are stand-ins of "
+        "two layers with random weights, and the language model samples 10 words for its softmax, "
+        "without `use_amp`."
     )
 
 
-def _table(
-    heading: str,
-    columns: Dict[str, Tuple[str, ...]],
-    results: Dict[str, Dict[str, str]],
-    used: List[int],
-) -> str:
-    rows = [
-        [
-            name.partition(".json")[0],
-            *(_cell(name, keys, verdicts, used) for keys in columns.values()),
-        ]
-        for name, verdicts in sorted(results.items())
-    ]
-    return report.table([heading, *columns], rows)
+def _short(name: str) -> str:
+    return name.partition(".json")[0]
+
+
+def _cells(
+    name: str, columns: Dict[str, Tuple[str, ...]], verdicts: Dict[str, str], used: List[int]
+) -> List[str]:
+    return [_cell(name, keys, verdicts, used) for keys in columns.values()]
 
 
 def _cell(name: str, keys: Tuple[str, ...], verdicts: Dict[str, str], used: List[int]) -> str:
@@ -113,7 +121,7 @@ def _cell(name: str, keys: Tuple[str, ...], verdicts: Dict[str, str], used: List
             continue
         number = re.split(" calls|,", verdict)[0]
         if _is_plain(key, verdict):
-            texts.append(number or "valid")
+            texts.append(number)
         elif key == "checks":
             texts.append(marked(number, name, key, verdict, used))
         else:
