@@ -360,10 +360,22 @@ def _check_divisible(model: Optional[Type[Model]], data_loader: Any) -> None:
 def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedConfig) -> None:
     settings = settings_of(config, deepspeed_config)
     resolved = deepspeed_config.resolve(settings)
+    _check_bias_mitigation(config["trainer"].get("callbacks"), resolved)
     _check_fp16(resolved, settings)
     check_transformer_kwargs(config.get("model"), resolved, settings.device_type)
     check_sparse_embeddings(config.get("model"), resolved)
     check_optimizer(config["trainer"].get("optimizer"), resolved, settings.device_type)
+
+
+def _check_bias_mitigation(callbacks: Any, resolved: ResolvedConfig) -> None:
+    """Refuses AllenNLP's callback with two backward passes of a graph where the first ends it."""
+    names = map(registered_name, callbacks if isinstance(callbacks, list) else [])
+    if resolved.zero_stage == 3 and "adversarial_bias_mitigator_backward" in names:
+        raise ConfigurationError(
+            "'trainer.callbacks' has \"adversarial_bias_mitigator_backward\", which goes backward "
+            "through a forward pass twice, but at ZeRO stage 3 parameters are released after the "
+            'first time: write "zero_optimization": {"stage": 2} in \'trainer.deepspeed_config\'.'
+        )
 
 
 def _check_fp16(resolved: ResolvedConfig, settings: TrainerSettings) -> None:

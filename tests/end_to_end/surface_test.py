@@ -3,13 +3,14 @@ What AllenNLP offers around a training: flags and commands, repeated trainings i
 notebook, a search of hyperparameters.
 """
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import nbformat
 import pytest
@@ -146,3 +147,12 @@ def test_a_callback_that_scales_losses_is_refused(tmp_path: Path) -> None:
     callback = {"trainer.callbacks": ["mixed_precision_backward"]}
     config = deepspeed(load_config("tagger", ONE_PROCESS, callback), 2)
     assert "remove it, and write 'trainer.use_amp'" in refusal(config, tmp_path)
+
+
+def test_a_callback_that_goes_backward_twice_is_refused_at_stage_3(
+    tmp_path: Path, expect_message: Callable[[str], None]
+) -> None:
+    importlib.import_module("allennlp.fairness")
+    callback = {"trainer.callbacks": ["adversarial_bias_mitigator_backward"]}
+    config = deepspeed(load_config("tagger", ONE_PROCESS, callback), 3)
+    expect_message(refusal(config, tmp_path))
