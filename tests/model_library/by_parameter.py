@@ -36,6 +36,9 @@ MOVED = 100
 # How far from itself a parameter may be with another rounding, if that is to explain a difference.
 MAX_ROUNDING = 1e-2
 
+# In seconds. AllenNLP's metrics wait for ever if workers call them a different number of times.
+TIME_LIMIT, DDP_TIME_LIMIT = 600, 90
+
 EPSILON = float(np.finfo(np.float32).eps)
 
 
@@ -90,12 +93,12 @@ def _norm(weight: Any, other: Any) -> float:
 class Comparison:
     """The trainings of a config by two workers, and of variations of it that explain a verdict."""
 
-    def __init__(self, config: Dict[str, Any], folder: Path) -> None:
+    def __init__(self, config: Dict[str, Any], folder: Path, is_alone: bool = False) -> None:
         self._config = config
         self._folder = folder
         self._references: Dict[str, Any] = {}
         self._outcomes: Dict[int, Any] = {}
-        self.is_alone = False
+        self.is_alone = is_alone
         folder.mkdir()
 
     def reference(self, prepare: Any = None) -> Any:
@@ -108,7 +111,7 @@ class Comparison:
             if self._averages() or self.is_alone:
                 self._references[name] = self._alone(name, prepare)
             else:
-                outcome = self._train(self._config, name, prepare)
+                outcome = self._train(self._config, name, prepare, DDP_TIME_LIMIT)
                 if outcome.weights is None and not outcome.detected:
                     outcome = self._alone(name, prepare)
                 self._references[name] = outcome
@@ -135,11 +138,13 @@ class Comparison:
             self._outcomes[stage] = self._train(config, f"stage {stage}")
         return self._outcomes[stage]
 
-    def _train(self, config: Dict[str, Any], name: str, prepare: Any = None) -> Any:
+    def _train(
+        self, config: Dict[str, Any], name: str, prepare: Any = None, time_limit: float = TIME_LIMIT
+    ) -> Any:
         from tests.model_library import experiments, trial
 
         copied = experiments.copied(config)
-        return trial.train(copied, WORLD_SIZE, self._folder / name, prepare)
+        return trial.train(copied, WORLD_SIZE, self._folder / name, prepare, time_limit)
 
     def verdict(self, stage: int, by_parameter: bool = False) -> str:
         reference, outcome = self.reference(), self.outcome(stage)
@@ -216,7 +221,8 @@ class Comparison:
             config = experiments.with_adam(self._config, changes)
             if config is None:
                 continue
-            calm = Comparison(config, self._folder / f"{text} {stage}")
+            folder = self._folder / f"{text} {stage}"
+            calm = Comparison(config, folder, self.is_alone)
             if difference(calm.reference(), calm.outcome(stage)) <= TOLERANCE:
                 return f"DIFFERS, {off:.1e} {text}"
             zeros = calm.reference(trial.zero_unused_gradients)
@@ -243,11 +249,12 @@ def run_config(
     verdicts["checks"] = _of_checks(trained, trained.outcome(stages[-1]))
     if trained.reference().detected:
         trainer = {**file["trainer"], "run_confidence_checks": False}
-        trained = Comparison({**file, "trainer": trainer}, folder / "without checks")
+        without = {**file, "trainer": trainer}
+        trained = Comparison(without, folder / "without checks", trained.is_alone)
     for stage in stages:
         verdicts[f"file {stage}"] = trained.verdict(stage)
     if sgd:
-        plain = Comparison(experiments.with_sgd(sgd), folder / "sgd")
+        plain = Comparison(experiments.with_sgd(sgd), folder / "sgd", trained.is_alone)
         if plain.reference().weights is not None:
             verdicts["moved"] = "{} of {}, {} unmoved".format(*moved(plain.reference()))
         for stage in _accepted(plain, (2, 3)):

@@ -71,7 +71,9 @@ class Outcome(NamedTuple):
     detected: Optional[List[Tuple[str, str]]] = None
 
 
-def in_processes(world_size: int, work: Callable[[int], Outcome]) -> List[Outcome]:
+def in_processes(
+    world_size: int, work: Callable[[int], Outcome], time_limit: float = TIME_LIMIT
+) -> List[Outcome]:
     """What each has returned, or how it has ended. Forked, so that nothing is imported again."""
     context = multiprocessing.get_context("fork")
     gc.collect()
@@ -84,7 +86,7 @@ def in_processes(world_size: int, work: Callable[[int], Outcome]) -> List[Outcom
         receivers.append(receiver)
         processes.append(process)
     outcomes: List[Optional[Outcome]] = [None] * world_size
-    end = time.monotonic() + TIME_LIMIT
+    end = time.monotonic() + time_limit
     pending = dict(enumerate(receivers))
     while pending and time.monotonic() < end:
         for ready in wait(list(pending.values()), timeout=end - time.monotonic()):
@@ -211,6 +213,7 @@ def train(
     world_size: int,
     folder: Path,
     prepare: Optional[Callable[[Model], None]] = None,
+    time_limit: float = TIME_LIMIT,
 ) -> Outcome:
     """Returns rank 0's weights, or the message of the first rank that failed."""
     folder.mkdir()
@@ -220,7 +223,7 @@ def train(
     def work(rank: int) -> Outcome:
         return _train(config, rank, world_size, folder, prepare)
 
-    outcomes = in_processes(world_size, work)
+    outcomes = in_processes(world_size, work, time_limit)
     failed = [o for o in outcomes if o.failure or o.refusal]
     # Others lose their connection to the one that has failed, or wait for it.
     failed.sort(key=lambda o: "onnection" in o.failure or o.failure == "waits for ever")
