@@ -21,6 +21,15 @@ logger = logging.getLogger(__name__)
 _EMBEDDING = re.compile("embed|^wte$|^wpe$|^shared$", re.IGNORECASE)
 
 
+def highest_learning_rate(optimizer: torch.optim.Optimizer) -> Optional[float]:
+    """
+    Returns the highest learning rate of all parameter groups. `None` if the optimizer has relative
+    steps, as "huggingface_adafactor" without `lr`.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups if group["lr"] is not None]
+    return max(rates, default=None)
+
+
 class DeepSpeedOptimizer(Optimizer):
     """
     Base class of DeepSpeed's optimizers in AllenNLP's registry. As with AllenNLP's own, the trainer

@@ -33,8 +33,8 @@ class StepFigures(NamedTuple):
 
     # Parameters
 
-    learning_rate : `float`
-        The highest learning rate of all parameter groups.
+    learning_rate : `Optional[float]`
+        The highest learning rate of all parameter groups. `None` if the optimizer has its own.
     grad_norm : `Optional[float]`
         The gradient norm of the last step before clipping, if it has been computed.
     loss_scale : `Optional[float]`
@@ -43,7 +43,7 @@ class StepFigures(NamedTuple):
         The tokens of the loss on all ranks since the last call, if the model counts them.
     """
 
-    learning_rate: float
+    learning_rate: Optional[float]
     grad_norm: Optional[float]
     loss_scale: Optional[float]
     num_tokens: Optional[int]

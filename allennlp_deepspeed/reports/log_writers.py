@@ -81,6 +81,7 @@ def _log_learning_rates(
     rates = {
         name: group["lr"] * float(is_trained[name])
         for group, names in zip(callback.trainer.optimizer.param_groups, names_of_groups)
+        if group["lr"] is not None
         for name in names
     }
     callback.log_scalars(rates, log_prefix="learning_rate")

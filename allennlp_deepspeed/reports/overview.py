@@ -109,7 +109,10 @@ def _batch(trainer: Any) -> str:
 
 
 def _optimizer(trainer: Any) -> str:
-    rates = sorted({group["lr"] for group in trainer.optimizer.param_groups})
+    # An optimizer with relative steps, as "huggingface_adafactor", has no learning rate.
+    rates = sorted({g["lr"] for g in trainer.optimizer.param_groups if g["lr"] is not None})
+    if not rates:
+        return f"{type(trainer.optimizer).__name__}, learning rate set by the optimizer"
     rate = f"{rates[0]:g}" if len(rates) == 1 else f"{rates[0]:g} to {rates[-1]:g}"
     scheduler = trainer.learning_rate_scheduler
     peak = _peak_learning_rate(scheduler, trainer.optimizer)

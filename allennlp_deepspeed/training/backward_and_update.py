@@ -8,6 +8,7 @@ from torch.utils.hooks import RemovableHandle
 from allennlp_deepspeed.engine import loss_scaling
 from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
 from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
+from allennlp_deepspeed.engine.optimizers import highest_learning_rate
 from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, mark_phase, phase
 from allennlp_deepspeed.engine.weight_changes import RequiresGradDetector, WeightChangeDetector
 from allennlp_deepspeed.engine.worker_failure import NotANumberError
@@ -246,7 +247,7 @@ class GradientStep:
     def pop_figures(self) -> StepFigures:
         """Returns figures of the steps since the last call. It synchronizes with the device."""
         return StepFigures(
-            learning_rate=max(group["lr"] for group in self._optimizer.param_groups),
+            learning_rate=highest_learning_rate(self._optimizer),
             grad_norm=self._last_norm(),
             loss_scale=loss_scaling.scale(self._engine, self.scaler),
             num_tokens=None if self._loss_weights is None else self._loss_weights.pop_num_tokens(),

@@ -2,6 +2,7 @@ import math
 from typing import Any, List, Optional
 
 from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.optimizers import highest_learning_rate
 
 
 def describe_nan_loss(
@@ -74,8 +75,8 @@ def _advice(trainer: Any, step: int) -> str:
             "of 0, a batch without labels, or a value in the data that is NaN."
         )
     config = trainer.resolved_config
-    rate = max(group["lr"] for group in trainer.optimizer.param_groups)
-    tries = [f"a lower learning rate (it is {rate:g})"]
+    rate = highest_learning_rate(trainer.optimizer)
+    tries = [f"a lower learning rate{'' if rate is None else f' (it is {rate:g})'}"]
     if not config.engine_config.get("gradient_clipping"):
         tries.append("\"grad_norm\": 1.0 in 'trainer'")
     if config.precision == "fp16":

@@ -8,6 +8,7 @@ from typing import Dict
 import pytest
 
 from tests.support.experiment import (
+    ONE_PROCESS,
     TWO_WORKERS,
     Config,
     Experiments,
@@ -91,6 +92,18 @@ def test_several_optimizers(experiments: Experiments, stage: int) -> None:
         }
     }
     check_parity(experiments, load_config("tagger", TWO_WORKERS, optimizers), stage)
+
+
+def test_an_optimizer_without_a_learning_rate(experiments: Experiments) -> None:
+    optimizer = {
+        "type": "huggingface_adafactor",
+        "parameter_groups": [[["bias"], {"clip_threshold": 0.5}]],
+    }
+    changes = {"trainer.optimizer": optimizer, "trainer.callbacks": ["tensorboard"]}
+    # AllenNLP's own trainer can't log the learning rate.
+    plain = load_config("tagger", ONE_PROCESS, {"trainer.optimizer": optimizer})
+    actual = experiments.run(deepspeed(load_config("tagger", ONE_PROCESS, changes), 0))
+    assert_same_weights(actual.weights(), experiments.run(plain).weights())
 
 
 def test_layer_wise_learning_rates(experiments: Experiments) -> None:
