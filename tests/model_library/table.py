@@ -86,6 +86,11 @@ NOTES = [
         "in one process, which accumulates over the batches of both workers",
     ),
     Note(
+        "REFERENCE: IndexError",
+        "the file's embedding of characters has the size of the vocabulary of words, and the "
+        "fixtures have more characters than words: `gradient_descent` ends with an IndexError",
+    ),
+    Note(
         "both: refused: .* is not a metric of the validation",
         "the file's `validation_metric` isn't a metric of its model, and AllenNLP's trainer ends "
         "with an error too",
