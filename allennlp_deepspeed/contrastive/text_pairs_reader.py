@@ -57,11 +57,16 @@ class TextPairsReader(DatasetReader):
         transformer, set its `max_length` instead, which preserves the special tokens.
     max_document_tokens : `int`, optional (default = `None`)
         The same for documents and negatives.
+    prompts : `Dict[str, str]`, optional (default = `None`)
+        Texts before each `"query"` and each `"document"`, negatives included, such as
+        `{"query": "query: ", "document": "passage: "}`. As in sentence-transformers, a prompt is
+        tokenized with its text as one text, and its tokens are pooled too. The archive has them, so
+        that training, evaluation and prediction agree.
 
     # Raises
 
     `ConfigurationError`
-        In the constructor, if a number is out of range. While reading, if the file has another
+        In the constructor, if a number is out of range or a prompt has another name. While reading, if the file has another
         extension, or if a line has another format: the error names the file, the line number and
         the expected format.
     """  # noqa: E501
@@ -75,6 +80,7 @@ class TextPairsReader(DatasetReader):
         num_negatives: int = 0,
         max_query_tokens: int = None,
         max_document_tokens: int = None,
+        prompts: Dict[str, str] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -94,6 +100,12 @@ class TextPairsReader(DatasetReader):
                     f"'{key}' of the reader is {limit}: write a number of tokens of at least 1, "
                     "or remove the key for no limit."
                 )
+        self._prompts = {"query": "", "document": "", **(prompts or {})}
+        if len(self._prompts) > 2:
+            raise ConfigurationError(
+                f"'prompts.{list(self._prompts)[2]}' of the reader is unknown: write a 'query', a "
+                "'document' (which is for negatives too), or both."
+            )
         self._tokenizer = tokenizer or SpacyTokenizer()
         self._token_indexers = token_indexers or {"tokens": SingleIdTokenIndexer()}
         self._document_tokenizer = document_tokenizer or self._tokenizer
@@ -157,8 +169,8 @@ class TextPairsReader(DatasetReader):
         """
         fields: Dict[str, Field] = {}
         if query is not None:
-            tokens = self._tokenizer.tokenize(query)[: self._max_query_tokens]
-            fields["query"] = TextField(tokens)
+            tokens = self._tokenizer.tokenize(self._prompts["query"] + query)
+            fields["query"] = TextField(tokens[: self._max_query_tokens])
             fields["query_id"] = _id_field(query, query_id)
         if document is not None:
             fields["document"] = self._document_field(document)
@@ -172,7 +184,7 @@ class TextPairsReader(DatasetReader):
         return Instance(fields)
 
     def _document_field(self, text: str) -> TextField:
-        tokens: List[Token] = self._document_tokenizer.tokenize(text)
+        tokens: List[Token] = self._document_tokenizer.tokenize(self._prompts["document"] + text)
         return TextField(tokens[: self._max_document_tokens])
 
     @override
