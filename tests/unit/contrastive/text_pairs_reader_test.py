@@ -220,7 +220,9 @@ def test_a_bad_line_of_tsv_is_named(line: bytes, message: str, tmp_path: Path):
 def test_a_file_of_another_format_is_refused(tmp_path: Path):
     name = "pairs.txt"
     path = write_json(tmp_path, PAIRS, name)
-    with pytest.raises(ConfigurationError, match=f"{name}' ends in .*.jsonl, .json, .tsv"):
+    with pytest.raises(
+        ConfigurationError, match=f"{name}' ends in .*.jsonl, .json, .parquet, .tsv"
+    ):
         list(reader().read(path))
 
 
