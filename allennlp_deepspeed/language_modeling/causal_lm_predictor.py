@@ -126,16 +126,17 @@ class CausalLMPredictor(Predictor):
     def predict_batch_json(self, inputs: List[JsonDict]) -> List[JsonDict]:
         return [
             {key: completion[key] for key in ("response", "finish_reason")}
-            for completion in self.complete(inputs)
+            for completion in self.complete([self.tokenize(each) for each in inputs])
         ]
 
-    def complete(self, inputs: List[JsonDict], synced_gpus: bool = False) -> List[JsonDict]:
+    def complete(self, prompts: List[List[int]], synced_gpus: bool = False) -> List[JsonDict]:
         """
         Generates the responses of a batch, in the mode of the model. It changes no random state.
 
         # Parameters
 
-        inputs : `List[Dict[str, Any]]`, required.
+        prompts : `List[List[int]]`, required.
+            Token ids, as `tokenize` returns them.
         synced_gpus : `bool`, optional (default = `False`)
             Whether all ranks, which must then call it, generate until the last has finished.
 
@@ -144,7 +145,6 @@ class CausalLMPredictor(Predictor):
         `List[Dict[str, Any]]`
             The "prompt" as the model sees it, the "response" and its "finish_reason".
         """
-        prompts = [self._prompt(each) for each in inputs]
         length = max(map(len, prompts))
         device = next(self._transformer.parameters()).device
         # Padded on the left, so that all prompts end at the same position.
@@ -173,7 +173,15 @@ class CausalLMPredictor(Predictor):
             for prompt, tokens in zip(prompts, generated)
         ]
 
-    def _prompt(self, inputs: JsonDict) -> List[int]:
+    def tokenize(self, inputs: JsonDict) -> List[int]:
+        """
+        Returns the token ids of a prompt.
+
+        # Raises
+
+        `ConfigurationError`
+            If the inputs have no prompt.
+        """
         given = inputs.get("messages", inputs.get("prompt", inputs.get("text")))
         if isinstance(given, list):
             tokens = self._example_tokenizer.tokenize_messages(_conversation(given, inputs))

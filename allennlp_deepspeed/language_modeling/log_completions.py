@@ -14,7 +14,8 @@ from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_predictor import CausalLMPredictor
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
-from allennlp_deepspeed.text_files import read_rows
+from allennlp_deepspeed.language_modeling.example_sizes import ModelLimits
+from allennlp_deepspeed.text_files import Row, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class LogCompletionsCallback(TrainerCallback):
                 )
         self._num_prompts = num_prompts
         self._predictor_args = {"max_new_tokens": _MAX_NEW_TOKENS, **(predictor_args or {})}
-        self._inputs: List[JsonDict] = []
+        self._prompts: List[List[int]] = []
         self._predictor: Optional[CausalLMPredictor] = None
         self._is_validated = False
 
@@ -104,20 +105,22 @@ class LogCompletionsCallback(TrainerCallback):
                 f"The callback \"{NAME}\" can't generate with 'trainer.sequence_parallel_size', "
                 "with which each worker has a part of a sequence: remove one of them."
             )
-        for row in islice(read_rows(loader.data_path), self._num_prompts):
-            record = row.parse()
-            if "prompt" not in record and "messages" not in record:
-                raise row.error(
-                    f"The callback \"{NAME}\" needs prompts, and the row has no 'prompt' or "
-                    "'messages': add them, or remove the callback."
-                )
-            self._inputs.append(record)
         try:
             self._predictor = CausalLMPredictor(model, reader, frozen=False, **self._predictor_args)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"'predictor_args' of the callback \"{NAME}\": {error.message}"
             ) from error
+        rows = islice(read_rows(loader.data_path), self._num_prompts)
+        self._prompts = [_tokenize(row, self._predictor) for row in rows]
+        limits = ModelLimits.from_model(model.transformer)
+        length = max(map(len, self._prompts)) + self._predictor_args["max_new_tokens"]
+        if limits.has_position_table and length > limits.num_positions:
+            raise ConfigurationError(
+                f'The callback "{NAME}" would generate up to position {length}, but the model '
+                f"has {limits.num_positions} positions: write a smaller 'max_new_tokens' in "
+                "'predictor_args', or begin the validation data with shorter prompts."
+            )
 
     @override
     def on_batch(self, *args: Any, is_training: bool = True, **kwargs: Any) -> None:
@@ -137,7 +140,7 @@ class LogCompletionsCallback(TrainerCallback):
         self._is_validated = False
         assert self._predictor is not None
         with trainer.evaluation(of_validation=True):
-            completions = self._predictor.complete(self._inputs, dist.get_world_size() > 1)
+            completions = self._predictor.complete(self._prompts, dist.get_world_size() > 1)
         trainer.report("completions", completions=completions)
         if dist.get_rank() != 0:
             return
@@ -148,6 +151,19 @@ class LogCompletionsCallback(TrainerCallback):
                 for i, text in enumerate(texts):
                     # As code, because TensorBoard shows Markdown.
                     callback._validation_log.add_text(f"completions/{i}", f"    {text}", epoch + 1)
+
+
+def _tokenize(row: Row, predictor: CausalLMPredictor) -> List[int]:
+    record = row.parse()
+    if "prompt" not in record and "messages" not in record:
+        raise row.error(
+            f"The callback \"{NAME}\" needs prompts, and the row has no 'prompt' or 'messages': "
+            "add them, or remove the callback."
+        )
+    try:
+        return predictor.tokenize(record)
+    except ConfigurationError as error:
+        raise row.error(error.message) from error
 
 
 def _text(completion: JsonDict) -> str:

@@ -14,6 +14,7 @@ from allennlp.predictors import Predictor
 from allennlp_deepspeed.reports import metrics_file
 from tests.end_to_end.causal_lm_test import LORA
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
+from tests.end_to_end.failures_test import train
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.command import REPOSITORY, allennlp
 from tests.support.experiment import (
@@ -85,10 +86,11 @@ def predicted(result: Result) -> List[Dict[str, str]]:
     return predictor.predict_batch_json(INPUTS[:2])
 
 
+CHECKPOINTING = {"trainer.activation_checkpointing": [r"layers\.\d+$"]}
 AVERAGE = {"trainer.moving_average": {"type": "exponential", "decay": 0.9}}
 CASES: Dict[str, Any] = {
     "one process": (0, ONE_PROCESS),
-    "two workers": (2, TWO_WORKERS, {"model.lora": LORA}),
+    "two workers": (2, TWO_WORKERS, {"model.lora": LORA, **CHECKPOINTING}),
     "stage 3": (3, TWO_WORKERS, AVERAGE),
     "stage 3 in one process": (3, ONE_PROCESS, {"model.lora": LORA}),
     "stage 3 with little memory": (3, TWO_WORKERS, {"trainer.reshard_after_micro_batch": True}),
@@ -147,11 +149,18 @@ def test_a_recovered_run_ends_alike(
 
 
 TEXTS = str(REPOSITORY / "tests/fixtures/data/classification_validation.jsonl")
+NO_QUESTION = {"messages": [{"role": "assistant", "content": "noun1"}]}
+GPT_2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 64}
 REFUSED: Dict[str, Config] = {
     "unknown key": {"trainer.callbacks": [{**CALLBACK, "predictor_args": {"max_tokens": 3}}]},
     "value": {"trainer.callbacks": [{**CALLBACK, "predictor_args": {"temperature": 3.0}}]},
     "no prompt": {"trainer.callbacks": [{**CALLBACK, "num_prompts": 0}]},
     "texts": {"validation_data_path": TEXTS},
+    "no question": {"validation_data_path": [NO_QUESTION]},
+    "positions": {
+        "model.config": {**GPT_2, "vocab_size": LLAMA["vocab_size"]},
+        "trainer.callbacks": [{**CALLBACK, "predictor_args": {"max_new_tokens": 60}}],
+    },
     "no validation data": {"validation_data_path": None},
     "another trainer": {"trainer.type": "gradient_descent", "trainer.deepspeed_config": None},
 }
@@ -167,6 +176,9 @@ def test_is_refused(
 ) -> None:
     config = training(tokenizer, validation, 2, ONE_PROCESS, callback=CALLBACK)
     for key, value in REFUSED[name].items():
+        if isinstance(value, list) and key == "validation_data_path":
+            (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, value)))
+            value = str(tmp_path / "data.jsonl")
         section, _, inner = key.rpartition(".")
         values = config[section] if section else config
         values[inner] = value
@@ -174,3 +186,13 @@ def test_is_refused(
             del values[inner]
     message = refusal(config, tmp_path)
     expect_message(re.sub(r"/\S*/", "/", message))
+
+
+def test_is_refused_where_workers_share_sequences(
+    tokenizer: str, validation: str, tmp_path: Path
+) -> None:
+    shared = {"trainer.sequence_parallel_size": 2, "model.config": LLAMA}
+    config = training(tokenizer, validation, 2, TWO_WORKERS, shared, callback=CALLBACK)
+    run = train(config, tmp_path)
+    assert run.returncode != 0
+    assert "\"log_completions\" can't generate with 'trainer.sequence_parallel_size'" in run.output
