@@ -470,6 +470,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._ddp_wrapped_model.explain_compiler_errors(),
             ):
                 metrics, epoch = super()._try_train()
+            if self._checkpointer is not None:
+                # Callbacks may copy the directory in `on_end`, on any rank.
+                self._checkpointer.finish()
         except BaseException as error:
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
             worker_failure.report(error, self._progress.total_batches_completed)

@@ -52,7 +52,7 @@ def train(directory: Path, num_epochs: int, scale: float = 1.0, **changes: Any) 
     return task.model
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_recovery_keeps_a_constant_that_was_changed(tmp_path: Path, stage: int):
     config = {"deepspeed_config": {"zero_optimization": {"stage": stage}}}
     num_passes = train(tmp_path, num_epochs=1, **config).num_passes
@@ -114,7 +114,7 @@ def train_in_turn(directory: Path, num_epochs: int, stage: int) -> StateDict:
     return task.model.state_dict()
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_data_that_keep_their_place_are_at_it_after_recovery(tmp_path: Path, stage: int):
     expected = train_in_turn(tmp_path / "uninterrupted", 3, stage)
     train_in_turn(tmp_path / "recovered", 1, stage)
@@ -199,7 +199,7 @@ def remember(
 
 @pytest.mark.parametrize(
     "stage, world_size, is_constructed_partitioned",
-    [(0, 1, False), (1, 2, False), (2, 1, False), (3, 1, False), (3, 2, True)],
+    [(0, 1, False), (1, 2, False), (3, 1, False), (3, 2, True)],
 )
 def test_buffers_that_are_not_persistent_are_as_without_an_interruption(
     tmp_path: Path, stage: int, world_size: int, is_constructed_partitioned: bool
