@@ -52,7 +52,7 @@ def train(directory: Path, num_epochs: int, scale: float = 1.0, **changes: Any) 
     return task.model
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
 def test_recovery_keeps_a_constant_that_was_changed(tmp_path: Path, stage: int):
     config = {"deepspeed_config": {"zero_optimization": {"stage": stage}}}
     num_passes = train(tmp_path, num_epochs=1, **config).num_passes
@@ -114,7 +114,7 @@ def train_in_turn(directory: Path, num_epochs: int, stage: int) -> StateDict:
     return task.model.state_dict()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", range(4))
 def test_data_that_keep_their_place_are_at_it_after_recovery(tmp_path: Path, stage: int):
     expected = train_in_turn(tmp_path / "uninterrupted", 3, stage)
     train_in_turn(tmp_path / "recovered", 1, stage)
