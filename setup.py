@@ -108,6 +108,8 @@ setup(
         "lora": ["peft>=0.21,<0.22"],
         # For language models whose `model_name` ends in ".gguf".
         "gguf": ["gguf>=0.10"],
+        # For readers of Parquet files and of directories that `save_to_disk` has written.
+        "datasets": ["datasets>=5,<6"],
         # What allennlp-models imports, which can't be named itself, as AllenNLP can't.
         "models": ["conllu", "ftfy", "py-rouge", "word2number"],
     },

@@ -13,7 +13,12 @@ from pydantic import TypeAdapter
 
 from allennlp_deepspeed.config.keys import Key
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, DISTRIBUTED_KEYS, TRAINER_KEYS
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
+from allennlp_deepspeed.language_modeling import (
+    CausalLM,
+    CausalLMPredictor,
+    CausalLMReader,
+    LogCompletionsCallback,
+)
 
 PATH = Path(__file__).with_suffix(".md")
 
@@ -49,12 +54,12 @@ node or worker fails: [several machines](several_machines.md#when-something-goes
 _LANGUAGE_MODELS = """
 ## Language models
 
-Keys of the model, the reader and the predictor `"causal_lm"`. Pass the predictor's keys to
-`allennlp predict` as `--predictor-args`.
+Keys of the model, the reader and the predictor `"causal_lm"`, and of the callback
+`"log_completions"`. Pass the predictor's keys to `allennlp predict` as `--predictor-args`.
 """
 
 # What AllenNLP passes in.
-_PASSED_IN = ("vocab", "model", "dataset_reader")
+_PASSED_IN = ("vocab", "model", "dataset_reader", "serialization_dir")
 
 
 def reference() -> str:
@@ -70,6 +75,7 @@ def reference() -> str:
         + _documented("model", CausalLM)
         + _documented("dataset_reader", CausalLMReader)
         + _documented("predictor", CausalLMPredictor)
+        + _documented("log_completions", LogCompletionsCallback)
     )
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
-from allennlp_deepspeed.contrastive.info_nce import info_nce
+from allennlp_deepspeed.contrastive.info_nce import InfoNCE, info_nce
 from allennlp_deepspeed.contrastive.retrieval_metric import RetrievalMetric
 
 
@@ -53,6 +53,13 @@ class BiEncoder(ContrastiveModel):
     bidirectional : `bool`, optional (default = `False`)
         If `True`, the loss is the mean of both directions: InfoNCE of each query against documents
         and of each document against queries.
+    matryoshka_dims : `List[int]`, optional (default = `None`)
+        The loss is the sum of the losses of the first `n` dimensions of the representations, for
+        each of these numbers ([Kusupati et al., 2022](https://arxiv.org/abs/2205.13147)). With
+        `normalize` the truncated representations are scaled to unit length again. All dimensions
+        are trained together only if the list has their number. `None` means all dimensions.
+    matryoshka_weights : `List[float]`, optional (default = `None`)
+        The weights of these losses, in the same order. `None` means 1 for each.
     negatives : `str`, optional (default = `"global"`)
         As in `ContrastiveModel`.
     recall_at : `List[int]`, optional (default = `[1, 10, 100]`)
@@ -78,6 +85,8 @@ class BiEncoder(ContrastiveModel):
         temperature: float = 0.05,
         learn_temperature: bool = False,
         bidirectional: bool = False,
+        matryoshka_dims: Optional[List[int]] = None,
+        matryoshka_weights: Optional[List[float]] = None,
         negatives: str = "global",
         recall_at: Optional[List[int]] = None,
         initializer: InitializerApplicator = InitializerApplicator(),
@@ -107,6 +116,10 @@ class BiEncoder(ContrastiveModel):
                     f"Queries have {dims[0]} dimensions and documents {dims[1]}: write "
                     "'model.projection_dim', or use encoders with the same output dimension."
                 )
+        self._normalize = normalize
+        self._matryoshka = _matryoshka(
+            self._query_encoder.get_output_dim(), matryoshka_dims, matryoshka_weights
+        )
         # The parameter is a logarithm, so that no step can make the temperature negative.
         log_scale = torch.tensor([-math.log(temperature)])
         self._log_scale = torch.nn.Parameter(log_scale, requires_grad=learn_temperature)
@@ -220,16 +233,41 @@ class BiEncoder(ContrastiveModel):
         candidates = documents
         if negative_ids is not None:
             candidates = torch.cat([documents, representations["negatives"].flatten(0, 1)])
-        scale = self._log_scale.exp()[0]
-        loss, num_correct = info_nce(queries, candidates, scale, pairs.relate_query, rows)
-        if self._bidirectional:
-            backwards = info_nce(documents, queries, scale, pairs.relate_document, rows)
-            loss = (loss + backwards.loss) / 2
+        results = [
+            self._info_nce(
+                self._truncate(queries, dim), self._truncate(candidates, dim), pairs, rows
+            )
+            for dim, _ in self._matryoshka
+        ]
         if self.training:
-            self._in_batch_accuracy(num_correct, len(indices[rows or slice(None)]))
+            self._in_batch_accuracy(results[0].num_correct, len(indices[rows or slice(None)]))
         else:
             self._retrieval(queries, documents, pairs.query_ids, pairs.document_ids)
-        return {"loss": loss}
+        losses = [weight * result.loss for (_, weight), result in zip(self._matryoshka, results)]
+        return {"loss": torch.stack(losses).sum()}
+
+    def _info_nce(
+        self,
+        queries: torch.Tensor,
+        candidates: torch.Tensor,
+        pairs: "Pairs",
+        rows: Optional[slice],
+    ) -> InfoNCE:
+        """Computes the loss of queries and candidates, which are documents and then negatives."""
+        scale = self._log_scale.exp()[0]
+        result = info_nce(queries, candidates, scale, pairs.relate_query, rows)
+        if not self._bidirectional:
+            return result
+        documents = candidates[: len(queries)]
+        backwards = info_nce(documents, queries, scale, pairs.relate_document, rows)
+        return result._replace(loss=(result.loss + backwards.loss) / 2)
+
+    def _truncate(self, vectors: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns the first dimensions of vectors, of unit length if the vectors are."""
+        if dim == self._query_encoder.get_output_dim():
+            return vectors
+        vectors = vectors[..., :dim].float()
+        return torch.nn.functional.normalize(vectors, dim=-1) if self._normalize else vectors
 
     @override
     def get_metrics(self, reset: bool = False) -> Dict[str, float]:
@@ -287,6 +325,32 @@ class Pairs:
         same_document = self.document_ids[start:stop, None] == self.document_ids
         is_positive = _any_in_group(same_document, self._queries)[:, self._queries]
         return is_positive, torch.zeros_like(is_positive)
+
+
+def _matryoshka(
+    output_dim: int, dims: Optional[List[int]], weights: Optional[List[float]]
+) -> List[Tuple[int, float]]:
+    """
+    Returns the numbers of dimensions with their weights, the largest number first.
+
+    # Raises
+
+    `ConfigurationError`
+        If a number is out of range or a weight is missing.
+    """
+    dims = [output_dim] if dims is None else dims
+    if not dims or len(set(dims)) < len(dims) or not 1 <= min(dims) <= max(dims) <= output_dim:
+        raise ConfigurationError(
+            f"'model.matryoshka_dims' is {dims}: write different numbers from 1 to {output_dim}, "
+            f"the dimension of the representations, such as {[output_dim, output_dim // 2]}."
+        )
+    weights = [1.0] * len(dims) if weights is None else weights
+    if len(weights) != len(dims) or min(weights) <= 0:
+        raise ConfigurationError(
+            f"'model.matryoshka_weights' is {weights}: write a number above 0 for each number of "
+            f"'model.matryoshka_dims', which is {dims}."
+        )
+    return sorted(zip(dims, weights), reverse=True)
 
 
 def _first_indices(ids: torch.Tensor, among: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
 import hashlib
+import os
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Union
 
@@ -11,7 +12,7 @@ from allennlp.data.token_indexers import SingleIdTokenIndexer
 from allennlp.data.tokenizers import SpacyTokenizer
 from typing_extensions import override
 
-from allennlp_deepspeed.text_files import Line, read_lines
+from allennlp_deepspeed.text_files import PARQUET, Line, Row, read_rows
 
 Id = Union[int, str]
 
@@ -20,8 +21,8 @@ Id = Union[int, str]
 class TextPairsReader(DatasetReader):
     """
     Reads pairs of a query and a relevant document, and optionally hard negatives: documents that
-    look relevant and aren't. The file is UTF-8 with one pair a line. Its extension decides the
-    format:
+    look relevant and aren't. A file of text is UTF-8 with one pair a line. The extension decides
+    the format:
 
     * `.jsonl` or `.json`: JSON objects such as
 
@@ -33,6 +34,8 @@ class TextPairsReader(DatasetReader):
       are ignored.
     * `.tsv`: columns of the query, the document, and any number of negatives, without a header and
       without quoting.
+    * `.parquet`, or a directory that `save_to_disk` of the package `datasets` has written: columns
+      with the names of the JSON objects.
 
     Queries, or documents, with the same id are the same for the loss and the metric. So a relevant
     document of another pair doesn't count as a negative. If the file has no id, the id is a hash of
@@ -57,13 +60,18 @@ class TextPairsReader(DatasetReader):
         transformer, set its `max_length` instead, which preserves the special tokens.
     max_document_tokens : `int`, optional (default = `None`)
         The same for documents and negatives.
+    prompts : `Dict[str, str]`, optional (default = `None`)
+        Texts before each `"query"` and each `"document"`, negatives included, such as
+        `{"query": "query: ", "document": "passage: "}`. As in sentence-transformers, a prompt is
+        tokenized with its text as one text, and its tokens are pooled too. The archive has them, so
+        that training, evaluation and prediction agree.
 
     # Raises
 
     `ConfigurationError`
-        In the constructor, if a number is out of range. While reading, if the file has another
-        extension, or if a line has another format: the error names the file, the line number and
-        the expected format.
+        In the constructor, if a number is out of range or a prompt has another name. While reading, if the file has another
+        extension, or if a row has another format: the error names the file, the number of the line
+        or row, and the expected format.
     """  # noqa: E501
 
     def __init__(
@@ -75,6 +83,7 @@ class TextPairsReader(DatasetReader):
         num_negatives: int = 0,
         max_query_tokens: int = None,
         max_document_tokens: int = None,
+        prompts: Dict[str, str] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -94,6 +103,12 @@ class TextPairsReader(DatasetReader):
                     f"'{key}' of the reader is {limit}: write a number of tokens of at least 1, "
                     "or remove the key for no limit."
                 )
+        self._prompts = {"query": "", "document": "", **(prompts or {})}
+        if len(self._prompts) > 2:
+            raise ConfigurationError(
+                f"'prompts.{list(self._prompts)[2]}' of the reader is unknown: write a 'query', a "
+                "'document' (which is for negatives too), or both."
+            )
         self._tokenizer = tokenizer or SpacyTokenizer()
         self._token_indexers = token_indexers or {"tokens": SingleIdTokenIndexer()}
         self._document_tokenizer = document_tokenizer or self._tokenizer
@@ -104,15 +119,15 @@ class TextPairsReader(DatasetReader):
 
     @override
     def _read(self, file_path: PathOrStr) -> Iterator[Instance]:
-        suffix = Path(file_path).suffix
+        suffix = PARQUET if os.path.isdir(file_path) else Path(file_path).suffix
         if suffix not in _PARSERS:
             raise ConfigurationError(
                 f"The file '{file_path}' ends in '{suffix}', an unknown format: use a file that "
                 f"ends in {', '.join(_PARSERS)}."
             )
         parse = _PARSERS[suffix]
-        for line in self.shard_iterable(read_lines(file_path)):
-            yield self.text_to_instance(**parse(line))
+        for row in self.shard_iterable(read_rows(file_path)):
+            yield self.text_to_instance(**parse(row))
 
     @override
     def text_to_instance(
@@ -157,8 +172,8 @@ class TextPairsReader(DatasetReader):
         """
         fields: Dict[str, Field] = {}
         if query is not None:
-            tokens = self._tokenizer.tokenize(query)[: self._max_query_tokens]
-            fields["query"] = TextField(tokens)
+            tokens = self._tokenizer.tokenize(self._prompts["query"] + query)
+            fields["query"] = TextField(tokens[: self._max_query_tokens])
             fields["query_id"] = _id_field(query, query_id)
         if document is not None:
             fields["document"] = self._document_field(document)
@@ -172,7 +187,7 @@ class TextPairsReader(DatasetReader):
         return Instance(fields)
 
     def _document_field(self, text: str) -> TextField:
-        tokens: List[Token] = self._document_tokenizer.tokenize(text)
+        tokens: List[Token] = self._document_tokenizer.tokenize(self._prompts["document"] + text)
         return TextField(tokens[: self._max_document_tokens])
 
     @override
@@ -206,39 +221,39 @@ def _id_field(text: str, given_id: Optional[Id]) -> LabelField:
     return LabelField(stable_hash(text if given_id is None else given_id), skip_indexing=True)
 
 
-def _parse_json(line: Line) -> Dict[str, Any]:
-    record = line.parse_json()
+def _parse_record(row: Row) -> Dict[str, Any]:
+    record = row.parse()
     arguments: Dict[str, Any] = {}
     for key in ("query", "document"):
         if key not in record:
-            raise line.error(f"Expected the keys 'query' and 'document', but '{key}' is missing.")
-        arguments[key] = line.check_text(record[key], f"'{key}'")
-        arguments[f"{key}_id"] = _check_id(line, record.get(f"{key}_id"), f"'{key}_id'")
-    negatives = _check_list(line, record, "negatives") or []
-    arguments["negatives"] = [line.check_text(text, "each of 'negatives'") for text in negatives]
-    negative_ids = _check_list(line, record, "negative_ids")
+            raise row.error(f"Expected the keys 'query' and 'document', but '{key}' is missing.")
+        arguments[key] = row.check_text(record[key], f"'{key}'")
+        arguments[f"{key}_id"] = _check_id(row, record.get(f"{key}_id"), f"'{key}_id'")
+    negatives = _check_list(row, record, "negatives") or []
+    arguments["negatives"] = [row.check_text(text, "each of 'negatives'") for text in negatives]
+    negative_ids = _check_list(row, record, "negative_ids")
     if negative_ids is not None:
         if len(negative_ids) != len(negatives) or None in negative_ids:
-            raise line.error(
+            raise row.error(
                 f"Expected {len(negatives)} 'negative_ids', one for each of 'negatives', but got "
                 f"{negative_ids!r}."
             )
         arguments["negative_ids"] = [
-            _check_id(line, negative_id, "each of 'negative_ids'") for negative_id in negative_ids
+            _check_id(row, negative_id, "each of 'negative_ids'") for negative_id in negative_ids
         ]
     return arguments
 
 
-def _check_id(line: Line, value: Any, name: str) -> Optional[Id]:
+def _check_id(row: Row, value: Any, name: str) -> Optional[Id]:
     if value is not None and type(value) not in (int, str):  # a `bool` is an `int` too
-        raise line.error(f"Expected {name} to be an integer or a string, and not {value!r}.")
+        raise row.error(f"Expected {name} to be an integer or a string, and not {value!r}.")
     return value
 
 
-def _check_list(line: Line, record: Dict[str, Any], key: str) -> Optional[List[Any]]:
+def _check_list(row: Row, record: Dict[str, Any], key: str) -> Optional[List[Any]]:
     value = record.get(key)
     if value is not None and not isinstance(value, list):
-        raise line.error(f"Expected '{key}' to be a list, and not {value!r}.")
+        raise row.error(f"Expected '{key}' to be a list, and not {value!r}.")
     return value
 
 
@@ -258,8 +273,9 @@ def _parse_tsv(line: Line) -> Dict[str, Any]:
     }
 
 
-_PARSERS: Dict[str, Callable[[Line], Dict[str, Any]]] = {
-    ".jsonl": _parse_json,
-    ".json": _parse_json,
+_PARSERS: Dict[str, Callable[[Any], Dict[str, Any]]] = {
+    ".jsonl": _parse_record,
+    ".json": _parse_record,
+    PARQUET: _parse_record,
     ".tsv": _parse_tsv,
 }

@@ -6,6 +6,7 @@ class of models whose loss is a mean over tokens.
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_predictor import CausalLMPredictor
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
+from allennlp_deepspeed.language_modeling.log_completions import LogCompletionsCallback
 from allennlp_deepspeed.language_modeling.token_loss_model import (
     SequenceSharing,
     TokenLossModel,
@@ -16,6 +17,7 @@ __all__ = [
     "CausalLM",
     "CausalLMPredictor",
     "CausalLMReader",
+    "LogCompletionsCallback",
     "SequenceSharing",
     "TokenLossModel",
     "TokenMetrics",

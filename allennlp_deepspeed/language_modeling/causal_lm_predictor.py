@@ -99,8 +99,7 @@ class CausalLMPredictor(Predictor):
         pad_id = self._tokenizer.pad_token_id
         self._pad_id = 0 if pad_id is None else pad_id
         given = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-        # Replaces the model's own config, whose values would be used for arguments that are unset.
-        self._transformer.generation_config = GenerationConfig(
+        self._generation_config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=sample,
             eos_token_id=self._ends or None,
@@ -125,7 +124,27 @@ class CausalLMPredictor(Predictor):
 
     @override
     def predict_batch_json(self, inputs: List[JsonDict]) -> List[JsonDict]:
-        prompts = [self._prompt(each) for each in inputs]
+        return [
+            {key: completion[key] for key in ("response", "finish_reason")}
+            for completion in self.complete([self.tokenize(each) for each in inputs])
+        ]
+
+    def complete(self, prompts: List[List[int]], synced_gpus: bool = False) -> List[JsonDict]:
+        """
+        Generates the responses of a batch, in the mode of the model. It changes no random state.
+
+        # Parameters
+
+        prompts : `List[List[int]]`, required.
+            Token ids, as `tokenize` returns them.
+        synced_gpus : `bool`, optional (default = `False`)
+            Whether all ranks, which must then call it, generate until the last has finished.
+
+        # Returns
+
+        `List[Dict[str, Any]]`
+            The "prompt" as the model sees it, the "response" and its "finish_reason".
+        """
         length = max(map(len, prompts))
         device = next(self._transformer.parameters()).device
         # Padded on the left, so that all prompts end at the same position.
@@ -137,14 +156,32 @@ class CausalLMPredictor(Predictor):
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(self._seed)
-            generated = self._transformer.generate(
-                input_ids=torch.tensor(input_ids, device=device),
-                attention_mask=torch.tensor(mask, device=device),
-                **arguments,
-            )
-        return [self._response(tokens[length:].tolist()) for tokens in generated]
+            # Of the model's own config, values would be used for arguments that are unset.
+            own_config = self._transformer.generation_config
+            self._transformer.generation_config = self._generation_config
+            try:
+                generated = self._transformer.generate(
+                    input_ids=torch.tensor(input_ids, device=device),
+                    attention_mask=torch.tensor(mask, device=device),
+                    synced_gpus=synced_gpus,
+                    **arguments,
+                )
+            finally:
+                self._transformer.generation_config = own_config
+        return [
+            {"prompt": self._tokenizer.decode(prompt), **self._response(tokens[length:].tolist())}
+            for prompt, tokens in zip(prompts, generated)
+        ]
 
-    def _prompt(self, inputs: JsonDict) -> List[int]:
+    def tokenize(self, inputs: JsonDict) -> List[int]:
+        """
+        Returns the token ids of a prompt.
+
+        # Raises
+
+        `ConfigurationError`
+            If the inputs have no prompt.
+        """
         given = inputs.get("messages", inputs.get("prompt", inputs.get("text")))
         if isinstance(given, list):
             tokens = self._example_tokenizer.tokenize_messages(_conversation(given, inputs))

@@ -16,7 +16,7 @@ from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
 from allennlp_deepspeed.language_modeling.conversations import ExampleTokenizer, to_template_kwargs
 from allennlp_deepspeed.language_modeling.packing import Example
 from allennlp_deepspeed.language_modeling.responses import Conversation, Message
-from allennlp_deepspeed.text_files import Line, read_lines
+from allennlp_deepspeed.text_files import Row, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ Prompt = Union[str, List[Message]]
 class CausalLMReader(DatasetReader):
     """
     Reads texts, prompts with responses, or conversations for a causal language model from JSON
-    lines:
+    lines, or from rows with such columns of a `.parquet` file or of a directory that `save_to_disk`
+    of the package `datasets` has written:
 
         {"text": "In the beginning God created the heaven and the earth."}
         {"prompt": "The capital of France is", "response": " Paris."}
@@ -78,8 +79,8 @@ class CausalLMReader(DatasetReader):
 
     `ConfigurationError`
         In the constructor, if a key is invalid, or if the tokenizer differs from the archive's.
-        While reading, if a line has another format: the error names the file, the line number and
-        the expected format.
+        While reading, if a row has another format: the error names the file, the number of the line
+        or row, and the expected format.
     """
 
     def __init__(
@@ -124,11 +125,11 @@ class CausalLMReader(DatasetReader):
 
     @override
     def _read(self, file_path: PathOrStr) -> Iterator[Instance]:
-        lines = read_lines(file_path)
+        rows = read_rows(file_path)
         counts = _Counts(str(file_path), self._max_length)
         if self._pack:
             assert self._max_length is not None
-            examples = (self._read_example(line, counts) for line in lines)
+            examples = (self._read_example(row, counts) for row in rows)
             for sequence in self.shard_iterable(packing.pack(examples, self._max_length)):
                 yield self._instance(
                     Example(
@@ -138,14 +139,14 @@ class CausalLMReader(DatasetReader):
                     packing.position_ids(sequence),
                 )
         else:
-            for line in self.shard_iterable(lines):
-                yield self._instance(self._read_example(line, counts))
+            for row in self.shard_iterable(rows):
+                yield self._instance(self._read_example(row, counts))
         counts.finish()
 
-    def _read_example(self, line: Line, counts: "_Counts") -> Example:
-        example = self._cut(self._parse(line), counts)
+    def _read_example(self, row: Row, counts: "_Counts") -> Example:
+        example = self._cut(self._parse(row), counts)
         if self._sizes is not None:
-            self._sizes.add(example.input_ids, line)
+            self._sizes.add(example.input_ids, row)
         return example
 
     @override
@@ -194,38 +195,38 @@ class CausalLMReader(DatasetReader):
         example = self._cut(example, _Counts("", self._max_length))
         return self._instance(example, packing.position_ids([example]) if self._pack else None)
 
-    def _parse(self, line: Line) -> Example:
-        record = line.parse_json()
+    def _parse(self, row: Row) -> Example:
+        record = row.parse()
         given: Dict[str, Any] = {
             key: record[key] for key in ("text", "prompt", "messages") if key in record
         }
         if len(given) != 1:
-            raise line.error(f"Expected one of {_FORMS}, and not {', '.join(record) or 'nothing'}.")
+            raise row.error(f"Expected one of {_FORMS}, and not {', '.join(record) or 'nothing'}.")
         if "prompt" in given:
             if "completion" in record and "response" not in record:
-                raise line.error("Expected 'response' next to 'prompt': rename 'completion'.")
+                raise row.error("Expected 'response' next to 'prompt': rename 'completion'.")
             given["response"] = record.get("response")
         if "messages" in given or any(isinstance(value, list) for value in given.values()):
             for key, value in given.items():
-                _check_messages(line, value, key)
-            _check_template_kwargs(line, record)
+                _check_messages(row, value, key)
+            _check_template_kwargs(row, record)
             given.update({key: record.get(key) for key in _TEMPLATE_KEYS})
         else:
             for key in filter(record.get, _TEMPLATE_KEYS):
-                raise line.error(
+                raise row.error(
                     f"'{key}' is for a chat template, which is applied to messages only: write "
                     "'messages', or 'prompt' and 'response' as lists of messages."
                 )
             for key, value in given.items():
-                line.check_text(value, f"'{key}'")
+                row.check_text(value, f"'{key}'")
         try:
             example = self._tokenize(**given)
         except ConfigurationError as error:
-            raise line.error(error.message) from error
+            raise row.error(error.message) from error
         if len(example.input_ids) < 2:
-            raise line.error("Expected a text of at least two tokens: there is nothing to predict.")
+            raise row.error("Expected a text of at least two tokens: there is nothing to predict.")
         if self._only_responses and all(label == IGNORED for label in example.labels):
-            raise line.error(
+            raise row.error(
                 'There is no response, but \'loss_on\' is "responses": write "all", or use '
                 "'prompt' and 'response', or 'messages' with an assistant's message."
             )
@@ -292,7 +293,7 @@ class _Counts:
         # Raises
 
         `ConfigurationError`
-            If no token of the file has a loss and no other worker has read other lines.
+            If no token of the file has a loss and no other worker has read other rows.
         """
         num_examples, is_whole = self._num_examples, world_size() == 1 and not get_worker_info()
         if is_whole and num_examples and self._num_without_targets == num_examples:
@@ -327,18 +328,18 @@ def _check_chat_template(chat_template: str, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def _check_messages(line: Line, messages: Any, name: str) -> None:
+def _check_messages(row: Row, messages: Any, name: str) -> None:
     is_list = isinstance(messages, list) and messages
     if not is_list or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise line.error(
+        raise row.error(
             f"Expected '{name}' to be a list of objects with 'role' and 'content', and not "
             f"{messages!r}."
         )
 
 
-def _check_template_kwargs(line: Line, record: Dict[str, Any]) -> None:
+def _check_template_kwargs(row: Row, record: Dict[str, Any]) -> None:
     tools, kwargs = record.get("tools"), record.get("chat_template_kwargs")
     if tools is not None and not isinstance(tools, (str, list)):
-        raise line.error(f"Expected 'tools' to be a list of JSON schemas, and not {tools!r}.")
+        raise row.error(f"Expected 'tools' to be a list of JSON schemas, and not {tools!r}.")
     if kwargs is not None and not isinstance(kwargs, dict):
-        raise line.error(f"Expected 'chat_template_kwargs' to be an object, and not {kwargs!r}.")
+        raise row.error(f"Expected 'chat_template_kwargs' to be an object, and not {kwargs!r}.")

@@ -7,8 +7,9 @@ import logging
 from typing import TYPE_CHECKING, List, NamedTuple, Optional
 
 import torch
+from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.text_files import Line
+from allennlp_deepspeed.text_files import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +64,7 @@ class ExampleSizes:
         self._longest: Optional[_Example] = None
         self._model_limits: Optional[ModelLimits] = None
 
-    def add(self, input_ids: List[int], line: Line) -> None:
+    def add(self, input_ids: List[int], row: Row) -> None:
         """
         Updates the sizes with an example.
 
@@ -74,10 +75,10 @@ class ExampleSizes:
         """
         largest, length = max(input_ids, default=0), len(input_ids)
         if self._largest is None or largest > self._largest.size:
-            self._largest = _Example(largest, line)
+            self._largest = _Example(largest, row.place)
             self._check_largest()
         if self._longest is None or length > self._longest.size:
-            self._longest = _Example(length, line)
+            self._longest = _Example(length, row.place)
             self._check_longest()
 
     def compare(self, model_limits: ModelLimits) -> None:
@@ -96,10 +97,11 @@ class ExampleSizes:
     def _check_largest(self) -> None:
         limits, example = self._model_limits, self._largest
         if limits is not None and example is not None and example.size >= limits.num_embeddings:
-            raise example.line.error(
-                f"The tokenizer gives a token with id {example.size}, but the model has "
-                f'embeddings for {limits.num_embeddings} tokens: write "resize_embeddings": true '
-                "in 'model', or the model's tokenizer as 'dataset_reader.tokenizer'."
+            raise ConfigurationError(
+                f"{example.place}: The tokenizer gives a token with id {example.size}, but the "
+                f"model has embeddings for {limits.num_embeddings} tokens: write "
+                "\"resize_embeddings\": true in 'model', or the model's tokenizer as "
+                "'dataset_reader.tokenizer'."
             )
 
     def _check_longest(self) -> None:
@@ -107,17 +109,16 @@ class ExampleSizes:
         if limits is None or example is None or limits.num_positions is None:
             return
         if example.size > limits.num_positions and limits.has_position_table:
-            raise example.line.error(
-                f"The example has {example.size} tokens, but the model has {limits.num_positions} "
-                f"positions: write \"max_length\": {limits.num_positions} in 'dataset_reader', or "
-                "use another model."
+            raise ConfigurationError(
+                f"{example.place}: The example has {example.size} tokens, but the model has "
+                f'{limits.num_positions} positions: write "max_length": {limits.num_positions} in '
+                "'dataset_reader', or use another model."
             )
         if example.size > limits.num_positions:
             logger.warning(
-                "%s, line %d has %d tokens, more than 'max_position_embeddings' of the model, %d: "
+                "%s has %d tokens, more than 'max_position_embeddings' of the model, %d: "
                 "it was not pretrained on longer sequences.",
-                example.line.file_path,
-                example.line.number,
+                example.place,
                 example.size,
                 limits.num_positions,
             )
@@ -125,4 +126,4 @@ class ExampleSizes:
 
 class _Example(NamedTuple):
     size: int
-    line: Line
+    place: str

@@ -14,6 +14,9 @@ from allennlp_deepspeed.reports import metrics_file
 # Seconds without a line after which a run without an archive counts as stopped.
 _SILENCE = 120.0
 
+# Validations whose completions are shown.
+_MAX_VALIDATIONS = 10
+
 _MAX_TIME = 1e11  # seconds since 1970
 
 
@@ -157,6 +160,15 @@ class Run:
             found.append(Checkpoint(path.name, point.epochs, point.steps, saved, size))
         return found
 
+    def completions(self) -> Dict[str, List[Dict[str, Any]]]:
+        """Returns the completions of the last validations by a title, the newest first."""
+        return {
+            f"epoch {line.values['epoch'] + 1}, step {line.values['step']}": [
+                mapping(completion) for completion in _list(line.values.get("completions"))
+            ]
+            for line in self.lines_of_kind("completions")[: -_MAX_VALIDATIONS - 1 : -1]
+        }
+
     def warnings(self) -> Dict[str, int]:
         """Returns how often each warning was logged."""
         counts: Dict[str, int] = {}
@@ -210,6 +222,10 @@ def mapping(value: Any) -> Dict[str, Any]:
     Returns the value if it is an object, else an empty one: a metrics file may contain anything.
     """
     return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> List[Any]:
+    return value if isinstance(value, list) else []
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "metrics.jsonl"
 
+# Written when the steps of an epoch are completed, and the epoch isn't yet.
+_KINDS_OF_EPOCHS = ("epoch", "completions")
+
 # Maximum seconds that lines are buffered.
 _INTERVAL = 1.0
 
@@ -66,8 +69,10 @@ class MetricsFile:
             kept = ""
             if num_steps > 0:
                 for line in read(self.path):
-                    is_later_epoch = line["kind"] == "epoch" and line["epoch"] >= num_epochs
-                    if line["step"] <= num_steps and not is_later_epoch:
+                    is_of_epoch = line["kind"] in _KINDS_OF_EPOCHS
+                    if line["step"] <= num_steps and not (
+                        is_of_epoch and line["epoch"] >= num_epochs
+                    ):
                         kept += _to_json(line) + "\n"
             unfinished = f"{self.path}.unfinished"
             files.write(kept, unfinished)

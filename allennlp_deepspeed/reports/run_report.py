@@ -149,16 +149,20 @@ class RunReport(TrainerCallback):
             self._file.flush()
 
     def _write_warning(self, record: logging.LogRecord) -> None:
+        self.write(
+            "warning", level=record.levelname, logger=record.name, message=record.getMessage()
+        )
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Adds a line to `metrics.jsonl` on rank 0."""
         trainer = self._get_trainer()
         if self._file is not None and trainer is not None:
             progress = trainer.progress
             self._file.write(
-                "warning",
+                kind,
                 step=max(trainer.steps_completed, progress.total_batches_completed_at_start),
                 epoch=max(progress.epochs_completed, progress.resume_point.epochs),
-                level=record.levelname,
-                logger=record.name,
-                message=record.getMessage(),
+                **values,
             )
 
 

@@ -6,6 +6,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from typing import (
     Any,
+    ContextManager,
     Dict,
     Iterator,
     List,
@@ -263,9 +264,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._validation_data_loader = with_even_batches(
                     self._validation_data_loader, model, self.cuda_device
                 )
-            report = RunReport(arguments)
+            self._report = RunReport(arguments)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
-            self._callbacks += self._own_callbacks(report)
+            self._callbacks += self._own_callbacks()
             # The last worker of elastic nodes is one, too.
             is_worker = distributed or worker_failure.has_error_file()
             self._interruption = TrainingInterruption(is_worker)
@@ -276,7 +277,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 num_steps=log_every_num_steps,
                 callbacks_read_metrics=any(map(may_read_metrics, self._callbacks)),
                 divides_batches=self._extensions.divides_batches,
-                report=report,
+                report=self._report,
             )
             self._fast_forward = self._construct_fast_forward()
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
@@ -303,7 +304,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 )
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.call_before_destroy(LogWriters(self).remove)
-            wrapped_model.call_before_destroy(report.close)
+            wrapped_model.call_before_destroy(self._report.close)
             wrapped_model.call_before_destroy(self._distributed_metrics.close)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
@@ -321,12 +322,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             check_assignment(self, name, value)
         super().__setattr__(name, value)
 
-    def _own_callbacks(self, report: RunReport) -> List[TrainerCallback]:
+    def _own_callbacks(self) -> List[TrainerCallback]:
         """Returns the callbacks that run last, because others may add to the metrics."""
         callbacks: List[TrainerCallback] = [self._epoch_metrics]
         if "comms_logger" in self.resolved_config.engine_config:
             callbacks.append(CommsSummaryCallback(self._serialization_dir))
-        return [*callbacks, report]
+        return [*callbacks, self._report]
 
     def _construct_fast_forward(self) -> FastForward:
         history = ValidationHistory(
@@ -470,6 +471,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._ddp_wrapped_model.explain_compiler_errors(),
             ):
                 metrics, epoch = super()._try_train()
+            if self._checkpointer is not None:
+                # Callbacks may copy the directory in `on_end`, on any rank.
+                self._checkpointer.finish()
         except BaseException as error:
             # Before `train` calls `on_end` of the callbacks, where this rank may wait for others.
             worker_failure.report(error, self._progress.total_batches_completed)
@@ -948,7 +952,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         validates = self._progress.should_validate_this_epoch
         if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
             return
-        with self._moving_average.assigned() if self._moving_average else nullcontext():
+        with self._weights_of_validation():
             self._save_model_state(self.best_weights.path)
 
     def all_reduce_metrics(self) -> None:
@@ -1067,17 +1071,40 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self._gradient_synchronizer.no_sync():
             yield
 
+    def report(self, kind: str, **values: Any) -> None:
+        """
+        Adds a line to `metrics.jsonl`, for callbacks. It may be called on every rank: only rank 0
+        writes.
+
+        # Parameters
+
+        kind : `str`, required.
+        values : `Any`
+            The values of the line, in addition to its time, step and epoch.
+        """
+        self._report.write(kind, **values)
+
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self, of_validation: bool = False) -> Iterator[None]:
         """
         Context manager for forward passes of a callback that evaluates or generates. At ZeRO stage
         3 the parameters are gathered once for all of them, as in validation, unless
         `"reshard_after_micro_batch"` or the free memory prevents it. Every rank must enter it,
         between steps.
+
+        # Parameters
+
+        of_validation : `bool`, optional (default = `False`)
+            Whether the weights are those of a validation, if they are others, such as a moving
+            average.
         """
-        with self._gathered_evaluation.evaluation():
+        weights = self._weights_of_validation() if of_validation else nullcontext()
+        with weights, self._gathered_evaluation.evaluation():
             self._gathered_evaluation.start_batch()
             yield
+
+    def _weights_of_validation(self) -> ContextManager[None]:
+        return self._moving_average.assigned() if self._moving_average else nullcontext()
 
     @contextmanager
     def modified_weights(self, which: ParameterSelection = None) -> Iterator[None]:

@@ -39,6 +39,8 @@ EVERYTHING: Config = {
     "dataset_reader.num_negatives": 3,
     "model.learn_temperature": True,
     "model.bidirectional": True,
+    "model.matryoshka_dims": [3, 10, 6],
+    "model.matryoshka_weights": [2, 1, 0.5],
     "model.document_seq2vec_encoder": {
         "type": "bag_of_embeddings",
         "embedding_dim": 12,
@@ -86,7 +88,7 @@ def assert_same(actual: Result, expected: Result) -> None:
     assert_same_metrics(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("num_workers, stage", [(2, 0), (2, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize("num_workers, stage", [(2, 0), (2, 1), (2, 2), (2, 3), (4, 3)])
 def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_workers: int, stage: int):
     config = cached(divided(num_workers, EVERYTHING), stage, CHUNK_SIZES)
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))
@@ -292,6 +294,18 @@ def found(result: Result) -> List[str]:
             {"trainer.callbacks": ["change_gradients"]},
             "The callback ChangeGradients has 'on_backward'",
             id="callback that goes backward",
+        ),
+        pytest.param(
+            {"model.matryoshka_dims": [10, 12]},
+            "'model.matryoshka_dims' is [10, 12]: write different numbers from 1 to 10, the "
+            "dimension of the representations",
+            id="too many dimensions",
+        ),
+        pytest.param(
+            {"model.matryoshka_dims": [10, 5], "model.matryoshka_weights": [1, 0]},
+            "'model.matryoshka_weights' is [1, 0]: write a number above 0 for each number of "
+            "'model.matryoshka_dims'",
+            id="dimensions without weight",
         ),
         pytest.param(
             {"model.negatives": "all"},

@@ -126,7 +126,7 @@ def vectors(rank: int) -> List[Dict[str, Any]]:
         pytest.param(Replacing, None, id="a frozen parameter replaced in each forward pass"),
     ],
 )
-@pytest.mark.parametrize("stage, world_size", [(1, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize("stage, world_size", [(1, 1), (3, 2)])
 def test_other_parameters_than_the_engine_has(
     model: Callable[[], Model],
     change: Optional[Callable[[Any], None]],

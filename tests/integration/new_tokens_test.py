@@ -64,11 +64,18 @@ def padded_batches(rank: int) -> List[Batch]:
     ]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("lora", [ROWS, ALL], ids=["rows", "all"])
 @pytest.mark.parametrize(
-    "stage, world_size, is_partitioned",
-    [(0, 2, False), (1, 1, False), (2, 2, False), (3, 2, False), (3, 1, True)],
+    "tied, lora, stage, world_size, is_partitioned",
+    [
+        pytest.param(False, ROWS, 0, 2, False, id="stage 0, rows"),
+        pytest.param(True, ALL, 1, 1, False, id="stage 1, all, tied"),
+        pytest.param(True, ROWS, 2, 2, False, id="stage 2, rows, tied"),
+        pytest.param(False, ALL, 2, 2, False, id="stage 2, all"),
+        pytest.param(True, ROWS, 3, 2, False, id="stage 3, rows, tied"),
+        pytest.param(False, ALL, 3, 2, False, id="stage 3, all"),
+        pytest.param(True, ALL, 3, 1, True, id="stage 3, partitioned, all, tied"),
+        pytest.param(False, ROWS, 3, 1, True, id="stage 3, partitioned, rows"),
+    ],
 )
 def test_new_tokens_train(
     tmp_path: Path,

@@ -199,7 +199,7 @@ def remember(
 
 @pytest.mark.parametrize(
     "stage, world_size, is_constructed_partitioned",
-    [(0, 1, False), (1, 2, False), (2, 1, False), (3, 1, False), (3, 2, True)],
+    [(0, 1, False), (1, 2, False), (3, 1, False), (3, 2, True)],
 )
 def test_buffers_that_are_not_persistent_are_as_without_an_interruption(
     tmp_path: Path, stage: int, world_size: int, is_constructed_partitioned: bool

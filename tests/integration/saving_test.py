@@ -86,3 +86,29 @@ def test_a_save_gathers_only_the_persistent_parameters_of_stage_3(tmp_path: Path
     path = tmp_path / "checkpoint_e0_b2"
     model_states = torch.load(path / "engine" / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     assert all(tensor.numel() == 0 for tensor in model_states["module"].values())
+
+
+class ListCheckpoints(TrainerCallback):
+    """What a callback finds that copies the directory in the end."""
+
+    def on_end(self, *args: Any, **kwargs: Any) -> None:
+        self.found = sorted(path.name for path in Path(self.serialization_dir).glob("checkpoint*"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_checkpoints_are_committed_when_callbacks_end(world_size: int, tmp_path: Path) -> None:
+    def train_and_list(trainer: Any) -> List[str]:
+        trainer.train()
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, ListCheckpoints))
+        return callback.found
+
+    side = Side(
+        TwoLayers,
+        batches,
+        2,
+        world_size,
+        callbacks=lambda: [ListCheckpoints(str(tmp_path))],
+        checkpointer=DeepSpeedCheckpointer(tmp_path, keep_most_recent_by_count=2),
+    )
+    checkpoints = ["checkpoint_e1_b0", "checkpoint_e2_b0"]
+    assert side.on_all_ranks(train_and_list, tmp_path) == [checkpoints] * world_size

@@ -74,3 +74,9 @@ def test_every_page_is_linked_from_the_readme_or_a_page_it_links():
         (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in _links(page)
     }
     assert set(PAGES) - linked - {REPOSITORY / "README.md"} == set()
+
+
+def test_the_site_has_all_pages() -> None:
+    pages = [*REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("benchmarks/results/*.md")]
+    navigation = (REPOSITORY / "mkdocs.yml").read_text()
+    assert [page.name for page in pages if page.name not in navigation] == []

@@ -111,7 +111,30 @@ def markdown(heading: Dict[str, object], results: List[Tuple[Project, Dict[str, 
         "of its config, or what its owner has to do."
     )
     table = report.table(["project and config", *STEPS.values(), "beyond the trainer's type"], rows)
-    return report.document("Projects of others", intro, table, report.describe(heading, False))
+    smaller = report.table(
+        ["config", "what the runner writes"],
+        [[project.title, _fixtures(project)] for project, _ in results if _fixtures(project)],
+    )
+    return report.document(
+        "Projects of others",
+        intro,
+        table,
+        "So that a training takes seconds, without a network, and updates aren't lost in rounding, "
+        "the runner itself writes these keys and files:",
+        smaller,
+        report.describe(heading, False),
+    )
+
+
+def _fixtures(project: Project) -> str:
+    lines = [
+        f"without `{key}`" if value is REMOVED else f"`{key}`: `{json.dumps(value)}`"
+        for key, value in project.fixtures.items()
+    ]
+    if files := [f"`{path}`" for path in project.files]:
+        lines.append(f"the file{'s' if files[1:] else ''} {', '.join(files)}")
+    lines += [f"`export {name}={value}`" for name, value in project.variables.items()]
+    return "; ".join(lines)
 
 
 def _cell(verdict: str) -> str:

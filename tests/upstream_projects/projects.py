@@ -145,6 +145,24 @@ _ARTICLES = json.dumps(
         for number in range(4)
     }
 )
+_ABSTRACTS = "".join(
+    json.dumps(
+        {
+            "doc_key": key,
+            "sentences": [["We", "use", method, "for", task, "."], ["It", "works", "."]],
+            "ner": [[[2, 2, "Method"], [4, 4, "Task"]], []],
+            "relations": [[[2, 2, 4, 4, "USED-FOR"]], []],
+            "clusters": [[[2, 2], [6, 6]]],
+        }
+    )
+    + "\n"
+    for key, method, task in (
+        ("A", "trees", "parsing"),
+        ("B", "graphs", "tagging"),
+        ("C", "beams", "search"),
+        ("D", "flows", "tracking"),
+    )
+)
 _SRL = (
     "#begin document (bn/a); part 000\n"
     + "".join(
@@ -301,9 +319,10 @@ PROJECTS = [
         ["dygie"],
         changes={**_CHECKPOINTS, "data_loader": {"batch_size": 1, "shuffle": True}},
         fixtures={
-            **_paths("dygie/tests/fixtures/scierc_article.json"),
-            "test_data_path": "dygie/tests/fixtures/scierc_article.json",
+            **_paths("data/abstracts.json"),
+            "test_data_path": "data/abstracts.json",
         },
+        files={"data/abstracts.json": _ABSTRACTS},
     ),
     Project(
         "allenai/allennlp-template-python-script",

@@ -28,7 +28,8 @@ _OPTIONS = [
     # Stand-ins for the models of the hub. Classes of tests have either name there.
     *("-p", "tests.upstream.allennlp_models", "-p", "tests.upstream_suite.plugin"),
     *("-o", "python_classes=Test* *Test", "--continue-on-collection-errors", "-q", "--tb", "short"),
-    *("--timeout", "300"),
+    # As in AllenNLP's own configuration. Some tests read the log.
+    *("--log-level", "DEBUG", "--timeout", "300"),
 ]
 
 

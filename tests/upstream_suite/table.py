@@ -75,6 +75,17 @@ CAUSES = [
         "the test's answer of a server is one that urllib3 2 refuses",
     ),
     Cause(
+        "libraries",
+        "FeedForward::test_textual_representation_contains_activations: AssertionError",
+        "PyTorch prints modules that are the same one after the other in one line",
+    ),
+    Cause(
+        "intention",
+        "test_distributed_(auc|spearman)_unequal_batches: Failed: DID NOT RAISE",
+        "expects that a metric fails where workers have different numbers of instances, which is "
+        "right with this package",
+    ),
+    Cause(
         "environment",
         "No module named 'checklist'|test_add_checklist_subparser",
         "needs the package `checklist`, which can't be built with today's `notebook`",

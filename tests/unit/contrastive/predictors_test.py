@@ -55,9 +55,9 @@ def embedder(**arguments: Any) -> TextEmbedderPredictor:
     return predictor
 
 
-def construct(name: str, **arguments: Any) -> Predictor:
+def construct(name: str, prompts: Dict[str, str] = None, **arguments: Any) -> Predictor:
     # As the command does it.
-    reader = TextPairsReader(tokenizer=WhitespaceTokenizer(), num_negatives=2)
+    reader = TextPairsReader(tokenizer=WhitespaceTokenizer(), num_negatives=2, prompts=prompts)
     return Predictor.by_name(name)(WordCounts(), reader, **arguments)  # type: ignore[call-arg]
 
 
@@ -78,6 +78,14 @@ def test_a_text_is_embedded_on_its_side(side: str, inputs: Dict[str, str], embed
     assert output["embedding"] == embedding
     assert output["text"] in inputs.values()
     json.dumps(output)
+
+
+def test_a_text_is_embedded_with_the_prompt_of_its_side():
+    predictor = embedder(prompts={"query": "apple ", "document": "plum plum "})
+    inputs = [{"text": "pear"}, {"document": "pear"}]
+    outputs = predictor.predict_batch_json(inputs)
+    assert [output["embedding"] for output in outputs] == [[1, 1, 0], [0, 2, 4]]
+    assert [output["text"] for output in outputs] == ["pear", "pear"]
 
 
 @pytest.mark.parametrize("inputs", [{}, {"text": 3}, {"query": ""}, {"document": None}])

@@ -4,8 +4,9 @@ What is read from a file of pairs, by how many workers ever, and what batches ar
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, DatasetReader, Instance, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.tokenizers import WhitespaceTokenizer
+from transformers import AutoTokenizer
 
 from allennlp_deepspeed.contrastive import TextPairsReader
 from allennlp_deepspeed.contrastive.text_pairs_reader import stable_hash
+from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.workers import run_workers
 
 PAIRS = [
@@ -64,6 +67,10 @@ def batch(instances: List[Instance]) -> Dict[str, Any]:
     dataset = Batch(instances)
     dataset.index_instances(vocab)
     return dataset.as_tensor_dict()
+
+
+def batch_of(dataset_reader: DatasetReader, path: Path) -> Dict[str, Any]:
+    return batch(list(dataset_reader.read(path)))
 
 
 @pytest.mark.parametrize("write", [write_json, write_tsv])
@@ -213,8 +220,44 @@ def test_a_bad_line_of_tsv_is_named(line: bytes, message: str, tmp_path: Path):
 def test_a_file_of_another_format_is_refused(tmp_path: Path):
     name = "pairs.txt"
     path = write_json(tmp_path, PAIRS, name)
-    with pytest.raises(ConfigurationError, match=f"{name}' ends in .*.jsonl, .json, .tsv"):
+    with pytest.raises(
+        ConfigurationError, match=f"{name}' ends in .*.jsonl, .json, .parquet, .tsv"
+    ):
         list(reader().read(path))
+
+
+def test_prompts_are_tokenized_with_their_texts(tmp_path: Path):
+    """As sentence-transformers does it: a tokenizer sees the prompt and the text as one text."""
+    model_name = tiny_bert(tmp_path / "bert")
+    tokenizer = {"type": "pretrained_transformer", "model_name": model_name, "max_length": 6}
+    arguments = {
+        "type": "text_pairs",
+        "tokenizer": tokenizer,
+        "token_indexers": {"tokens": {"type": "pretrained_transformer", "model_name": model_name}},
+        "num_negatives": 1,
+    }
+    prompts = {"query": "verb1 no", "document": "rest2 "}
+    pairs = [{"query": "un3 name4", "document": "a a a a b", "negatives": ["name5"]}]
+    path = write_json(tmp_path, pairs)
+    expected = batch_of(DatasetReader.from_params(Params(deepcopy(arguments))), path)
+    actual = batch_of(DatasetReader.from_params(Params({**arguments, "prompts": prompts})), path)
+    ids = {key: actual[key]["tokens"]["token_ids"] for key in ("query", "document", "negatives")}
+    of_text = AutoTokenizer.from_pretrained(model_name)
+    for key, text in (
+        ("query", "verb1 noun3 name4"),
+        ("document", "rest2 a a a a b"),
+        ("negatives", "rest2 name5"),
+    ):
+        assert ids[key].flatten().tolist() == of_text(text, max_length=6, truncation=True).input_ids
+    # Equal texts stay equal, whatever is put in front of them.
+    for key in ("query_id", "document_id", "negative_ids"):
+        assert torch.equal(actual[key], expected[key])
+
+
+def test_a_prompt_of_an_unknown_side_is_refused(expect_message: Callable[[str], None]):
+    with pytest.raises(ConfigurationError) as refusal:
+        reader(prompts={"query": "query: ", "passage": "passage: "})
+    expect_message(refusal.value.message)
 
 
 def test_a_number_out_of_range_is_refused():

@@ -204,6 +204,10 @@ HOSTILE = [
     *(json.dumps({**START, "deepspeed_config": value}) for value in (1, "a", [1], {"\ud800": 1})),
     *(json.dumps({**START, key: [EVIL]}) for key in ("num_epochs", "world_size", "precision")),
     *(json.dumps({**STEP, "kind": "warning", "message": value}) for value in (1, None, [EVIL])),
+    *(
+        json.dumps({**STEP, "kind": "completions", "completions": value})
+        for value in (1, None, "a", [1], [{}], [{"prompt": EVIL, "response": [EVIL]}])
+    ),
     json.dumps(START)[:-1] + f', "deepspeed_config": {{"a": {DEEP}}}}}',
     "[" * 100_000,
     '{"a":' * 100_000,
@@ -249,6 +253,18 @@ def test_what_runs_have_written_is_text(tmp_path: Path) -> None:
     assert "<script>document.title" not in html
     own = html[html.index("</head>") :]
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", own), "It needs the network."
+
+
+def test_completions_of_the_last_validations_are_shown(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    with open(directory / FILE_NAME, "a") as file:
+        for epoch in range(12):
+            completion = {"prompt": "<user> a", "response": f"b{epoch}.", "finish_reason": "stop"}
+            line = {"kind": "completions", "step": 8, "epoch": epoch, "completions": [completion]}
+            file.write(json.dumps(line) + "\n")
+    html = page([str(directory), str(write_run(tmp_path / "other"))])
+    assert re.findall(r"<td>b(\d+)\.</td>", html) == [str(epoch) for epoch in range(11, 1, -1)]
+    assert html.count("<td>&lt;user&gt; a</td>") == 10
 
 
 @requires_chromium
