@@ -215,7 +215,8 @@ class Comparison:
         worst = off_by_parameter(reference, outcome)
         if all(self._is_last_digit(outcome, part) for part in worst if part.part > TOLERANCE):
             return f"DIFFERS, {off:.1e} in the last digit"
-        if difference(self.reference(trial.zero_unused_gradients), outcome) <= TOLERANCE:
+        with_zeros = self.reference(trial.zero_unused_gradients)
+        if stage > 0 and difference(with_zeros, outcome) <= TOLERANCE:
             return f"DIFFERS, {off:.1e} from gradients of 0"
         for text, changes in experiments.LESS_ROUNDING.items():
             config = experiments.with_adam(self._config, changes)
@@ -226,7 +227,7 @@ class Comparison:
             if difference(calm.reference(), calm.outcome(stage)) <= TOLERANCE:
                 return f"DIFFERS, {off:.1e} {text}"
             zeros = calm.reference(trial.zero_unused_gradients)
-            if difference(zeros, calm.outcome(stage)) <= TOLERANCE:
+            if stage > 0 and difference(zeros, calm.outcome(stage)) <= TOLERANCE:
                 return f"DIFFERS, {off:.1e} from gradients of 0 {text}"
         itself = difference(reference, self.reference(trial.round_differently))
         if off <= SIMILAR * itself <= SMALL:

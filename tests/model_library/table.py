@@ -127,7 +127,7 @@ NOTES = [
 # What the training configs may be refused for.
 REFUSALS = (
     r"sparse\w*' is true|[\"']multi[\"']|adafactor|ddp_accelerator|'evaluate_on_test'|"
-    "BIDIRECTIONAL_LM_ARCHIVE_PATH"
+    "adversarial_bias_mitigator_backward|BIDIRECTIONAL_LM_ARCHIVE_PATH"
 )
 
 
