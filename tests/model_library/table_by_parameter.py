@@ -104,7 +104,7 @@ def _intro_of_configs(checks: Dict[str, Any], results: Dict[str, Dict[str, str]]
 
 
 def _is_number(verdict: str) -> bool:
-    return bool(re.match(r"(DIFFERS, )?[\d.]+e", verdict))
+    return bool(re.match(r"(DIFFERS[,:] )?[\d.]+e", verdict))
 
 
 def _short(name: str) -> str:
