@@ -28,6 +28,7 @@ class BufferBroadcast:
         self._device = device
         self._has_buffers = False  # the same on all ranks
         self._buffers: List[torch.Tensor] = []
+        self._has_views = False
         self._checksum = 0
         # The checksum and its negative, already on the device: the host would wait for a copy.
         self._checksums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -60,6 +61,8 @@ class BufferBroadcast:
         self._check_same_on_all_ranks(buffers)
         if buffers:  # on every rank, because all have the same
             group = dist.distributed_c10d._get_default_group()
+            if self._has_views:
+                buffers = list(map(_elements, buffers))
             dist._broadcast_coalesced(group, buffers, _BUCKET_SIZE, 0)
 
     def _check_same_on_all_ranks(self, buffers: List[torch.Tensor]) -> None:
@@ -67,6 +70,9 @@ class BufferBroadcast:
         are_same = len(buffers) == len(self._buffers) and all(map(_is, buffers, self._buffers))
         if not are_same:
             checksum = _checksum(self._model)
+            self._has_views = any(
+                b.stride() != torch.empty(b.shape, device="meta").stride() for b in buffers
+            )
         has_changed = checksum != self._checksum
         if has_changed:
             self._checksums = torch.tensor([checksum, -checksum], device=self._device)
@@ -88,6 +94,17 @@ class BufferBroadcast:
 
 def _is(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b
+
+
+def _elements(buffer: torch.Tensor) -> torch.Tensor:
+    """
+    Returns each element of a buffer once. PyTorch can't write into a tensor that `expand` has
+    returned, nor a single tensor into itself with other strides, such as those of a slice.
+    """
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dim] > 1:
+            buffer = buffer.narrow(dim, 0, 1)
+    return buffer.view(-1) if buffer.is_contiguous() else buffer
 
 
 def _buffers(model: torch.nn.Module) -> List[torch.Tensor]:

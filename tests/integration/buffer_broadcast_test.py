@@ -2,7 +2,7 @@
 Before each forward pass every worker has the buffers of rank 0, those that the model has then.
 """
 
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -63,6 +63,41 @@ def test_workers_with_different_buffers_end_with_an_error():
 
     side = Side(lambda: KeepsAverages(Vocabulary(), only_on_rank=1), _batches, 0, world_size=2)
     assert ["scale" in message for message in side.on_all_ranks(train)] == [False, True]
+
+
+class OfAView(Model):
+    """Its buffer is a part of a tensor, as after `resize_token_embeddings`, or repeats one."""
+
+    part: torch.Tensor
+
+    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(Vocabulary())
+        self.layer = nn.Linear(4, 4)
+        self.view = view
+        self.register_buffer("part", view(torch.zeros(3, 4)))
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        loss = (self.layer(x) - self.part.mean()).pow(2).mean()
+        self.part = self.view(x.detach() + 0)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda rows: rows[:, 1],
+        lambda rows: rows.view(1, 12)[:, :5],
+        lambda rows: rows[0].expand(3, 4),
+        lambda rows: rows.T[:, :1].expand(4, 4),
+    ],
+    ids=["column", "slice", "repeated", "repeated column"],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_buffer_may_be_a_view(stage: int, view: Any) -> None:
+    def trained(view: Any) -> Dict[str, torch.Tensor]:
+        return Side(lambda: OfAView(view), _batches, stage, world_size=2).train()
+
+    assert_same_weights(trained(view), trained(lambda rows: view(rows).clone().contiguous()))
 
 
 class MakesABuffer(Model):
