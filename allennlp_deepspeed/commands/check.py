@@ -67,11 +67,14 @@ class Check:
         print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")
         print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
         print(constructed, flush=True)
-        if args.tries:
+        if not args.tries:
+            print("Not checked without --try: the first steps, and names in 'validation_metric'.")
+        else:
             with only_warnings():
                 states = Estimator(params, model=dry_run.model).states_of_config()
             packages = getattr(args, "include_package", None) or []
-            Trial(params, packages, resolved["train_batch_size"], states).run()
+            num_instances = resolved["train_batch_size"]
+            Trial(params, packages, num_instances, states, dry_run.vocabulary).run()
 
 
 class _FilledValues(logging.Handler):

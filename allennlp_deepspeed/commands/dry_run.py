@@ -7,6 +7,7 @@ import builtins
 import copy
 import io
 import logging
+import os
 import tempfile
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from allennlp.training.optimizers import Optimizer
+from allennlp.training.util import make_vocab_from_params
 from typing_extensions import override
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
@@ -59,7 +61,9 @@ class DryRun:
         self._errors = ConfigErrors()
         self._constructed: List[str] = []
         self._skipped: List[str] = []
+        self._has_all_instances = True
         self.model: Optional[Model] = None
+        self.vocabulary: Optional[Vocabulary] = None
 
     def run(self) -> str:
         """
@@ -149,6 +153,7 @@ class DryRun:
             )
             return None
         read = {name: list(loader.iter_instances()) for name, loader in loaders.items()}
+        self._has_all_instances = all(len(each) < NUM_INSTANCES for each in read.values())
         # Labels of other data may be in the part of the chosen data that isn't read.
         if not chosen or any(len(read[name]) >= NUM_INSTANCES for name in chosen):
             chosen = list(read)
@@ -182,7 +187,18 @@ class DryRun:
     def _construct_model(self, vocabulary: Vocabulary, directory: str) -> Optional[Model]:
         self._construct_initializers(self._config["model"], "model")
         with self._collect("model"):
-            model = construct_without_weights(self._params, vocabulary, directory)
+            try:
+                model = construct_without_weights(self._params, vocabulary, directory)
+            except ConfigurationError as error:
+                cause = error.__cause__
+                if self._has_all_instances or cause is None or construction_errors.explain(cause):
+                    raise
+                # A constructor may look up a label that only later instances have.
+                self.vocabulary = make_vocab_from_params(
+                    self._params.duplicate(), os.path.join(directory, "all_instances")
+                )
+                model = construct_without_weights(self._params, self.vocabulary, directory)
+                self._constructed.append("vocabulary of all instances, which the model needs")
             freeze(model, self._config["trainer"].get("no_grad") or [])
             size = sum(parameter.numel() for parameter in model.parameters())
             self._constructed.append(f"model ({size:,} parameters, without weights)")

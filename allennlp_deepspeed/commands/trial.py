@@ -13,20 +13,22 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
-from allennlp.data import DatasetReader
+from allennlp.data import DatasetReader, Vocabulary
 from allennlp.training.callbacks import TrainerCallback
 from rich.filesize import decimal
 from typing_extensions import override
 
 import allennlp_deepspeed
+from allennlp_deepspeed.commands.estimate import only_warnings
 from allennlp_deepspeed.engine.model_states import ModelStates
 from allennlp_deepspeed.launch import failures
+from allennlp_deepspeed.training.trainer import HOW_TO_CONTINUE
 from allennlp_deepspeed_import_hook import temporary_directory
 
 _NUM_STEPS = 2
@@ -113,6 +115,8 @@ class Trial:
         The number of instances of an optimizer step, over all workers.
     states : `ModelStates`, required.
         The estimated model states of a rank, for comparison with the peak.
+    vocabulary : `Vocabulary`, optional (default = `None`)
+        `None` for the vocabulary of the instances that the trial reads.
     """
 
     def __init__(
@@ -121,11 +125,13 @@ class Trial:
         include_package: List[str],
         instances_per_step: int,
         states: ModelStates,
+        vocabulary: Optional[Vocabulary] = None,
     ) -> None:
         self._config: Dict[str, Any] = params.as_dict(quiet=True)
         self._include_package = include_package
         self._num_instances = _NUM_STEPS * instances_per_step
         self._states = states
+        self._vocabulary = vocabulary
 
     def run(self) -> None:
         """
@@ -136,8 +142,13 @@ class Trial:
         `ConfigurationError`
             If a stage fails, with its name and the error.
         """
-        self._prepare()
+        with only_warnings():
+            self._prepare()
         with tempfile.TemporaryDirectory(dir=temporary_directory.path()) as directory:
+            if self._vocabulary is not None:
+                path = os.path.join(directory, "vocabulary")
+                self._vocabulary.save_to_files(path)
+                self._config["vocabulary"] = {"type": "from_files", "directory": path}
             events = self._train(directory, num_epochs=1, recover=False)
             self._print_stages(events)
             if self._config["trainer"].get("checkpointer", {}) is None:
@@ -185,6 +196,8 @@ class Trial:
         except Exception as error:
             stage = "resumption" if recover else _stage(_read(path))
             reason = _in_a_line(failures.explanation(error))
+            # Of the trial's own directory, which is removed.
+            reason = re.sub(r"\s*\(Full traceback: .*?\)", "", reason).partition(HOW_TO_CONTINUE)[0]
             raise ConfigurationError(f"The trial failed in its {stage}: {reason}") from error
         events = [{"name": "begun", "time": start}, *_read(path)]
         return [*events, {"name": "archived", "time": time.time()}]

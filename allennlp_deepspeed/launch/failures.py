@@ -213,6 +213,13 @@ def _describe_overrides(overrides: str, reason: str) -> str:
     """Describes an error in the overrides of the command, with the place where it is."""
     place = re.search(r"(\d+):(\d+)", reason)
     lines = overrides.splitlines()
+    unused = re.search(r"unused keys: \['((?:[^']*)\.([^'.]*))'", reason)
+    if unused is not None:
+        section, _, name = unused.group(1).rpartition(".")
+        return (
+            f"The overrides (-o) have '{unused.group(1)}', but the config has no '{section}': "
+            f'write the whole section, as in -o \'{{"{section}": {{"{name}": ...}}}}\'.'
+        )
     if place is None or not 0 < int(place.group(1)) <= len(lines):
         return f"The overrides (-o) could not be applied: {reason}"
     line, column = lines[int(place.group(1)) - 1], int(place.group(2)) - 1

@@ -116,6 +116,10 @@ from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
 logger = logging.getLogger(__name__)
 
+HOW_TO_CONTINUE = (
+    " Correct it, and add --recover to the command: the run continues with this validation."
+)
+
 # Attributes that AllenNLP's schedules compute from "num_epochs" and the data.
 _LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
@@ -551,10 +555,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 raise
             self._fast_forward.interrupt_validation()
             self._checkpointer.save_before_exit(self, self._progress.point)
-            raise ConfigurationError(
-                f"{error.message} Correct it, and add --recover to the command: the run continues "
-                "with this validation."
-            ) from error
+            raise ConfigurationError(f"{error.message}{HOW_TO_CONTINUE}") from error
 
     @contextmanager
     def _skip_copy_of_best_weights(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from typing import List, Optional
 
 from allennlp.commands.train import TrainModel
 from allennlp.common import FromParams
+from allennlp.models import BasicClassifier, Model
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.trainer import Trainer
 
@@ -36,6 +37,13 @@ class Notes(TrainerCallback):
 
     def on_end(self, trainer, metrics=None, epoch=None, is_primary=True, **kwargs) -> None:
         self.path.write_text("written")
+
+
+@Model.register("classifier_of_a_label")
+class ClassifierOfLabel(BasicClassifier):
+    def __init__(self, vocab, label: str, **kwargs) -> None:
+        super().__init__(vocab, **kwargs)
+        self.label = vocab.get_token_index(label, "labels")
 
 
 @Trainer.register("deepspeed_of_a_user", constructor="from_partial_objects")
@@ -160,6 +168,9 @@ def test_overrides_are_checked_with_the_file(tmp_path: Path) -> None:
     sound = classifier(ONE_PROCESS)
     unreadable = check(tmp_path, sound, "--overrides", '{"trainer.optimizer.lr": }')
     assert_refused(unreadable, ["The overrides (-o) could not be read after "])
+    of_nothing = check(tmp_path, sound, "-o", '{"trainer.moving_average.decay": 0.9}')
+    assert_refused(of_nothing, ["The overrides (-o) have 'trainer.moving_average.decay'"])
+    assert """-o '{"trainer.moving_average": {"decay": ...}}'""" in of_nothing.output
 
 
 @pytest.mark.parametrize(
@@ -237,3 +248,26 @@ def test_labels_that_come_late_in_the_chosen_data_are_accepted(tmp_path: Path) -
     assert check(tmp_path, config).returncode == 0
     (tmp_path / "train.jsonl").write_text("\n".join(lines[:9]))
     assert "maybe" in check(tmp_path, config).output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--try"]], ids=["check", "try"])
+def test_a_model_may_ask_for_a_label_that_comes_late(arguments: List[str], tmp_path: Path) -> None:
+    labels = [*["no"] * 80, *["yes"] * 20]
+    lines = [json.dumps({"text": "a good film", "label": label}) for label in labels]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    config = classifier(
+        ONE_PROCESS,
+        {
+            "dataset_reader": {"type": "text_classification_json", "tokenizer": "whitespace"},
+            "train_data_path": str(tmp_path / "train.jsonl"),
+            "validation_data_path": str(tmp_path / "train.jsonl"),
+            "trainer.callbacks": [],
+            "model.type": "classifier_of_a_label",
+            "model.label": "yes",
+        },
+    )
+    packages = (*NAMES, "of_a_user")
+    check(tmp_path, config, *arguments, packages=packages).check()
+    config["model"]["label"] = "perhaps"
+    refused = check(tmp_path, config, *arguments, packages=packages)
+    assert refused.returncode == 1 and "perhaps" in refused.output
