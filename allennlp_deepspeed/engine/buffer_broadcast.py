@@ -124,5 +124,9 @@ def _buffers(model: torch.nn.Module) -> List[torch.Tensor]:
 
 
 def _checksum(model: torch.nn.Module) -> int:
-    described = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    described = [
+        # With what is broadcast, which is less if this rank's buffer repeats elements.
+        (name, tuple(b.shape), _elements(b).numel(), str(b.dtype))
+        for name, b in model.named_buffers()
+    ]
     return zlib.crc32(repr(described).encode())

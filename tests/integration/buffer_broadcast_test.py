@@ -100,6 +100,18 @@ def test_a_buffer_may_be_a_view(stage: int, view: Any) -> None:
     assert_same_weights(trained(view), trained(lambda rows: view(rows).clone().contiguous()))
 
 
+def test_a_buffer_that_repeats_elements_on_one_worker_only_ends_with_an_error() -> None:
+    def view(rows: torch.Tensor) -> torch.Tensor:
+        repeated = rows[0].expand(3, 4)
+        return repeated if dist.get_rank() == 0 else repeated.clone().contiguous()
+
+    def train(trainer: Any) -> None:
+        with pytest.raises(RuntimeError, match="different buffers"):
+            trainer.train()
+
+    Side(lambda: OfAView(view), _batches, 0, world_size=2).on_all_ranks(train)
+
+
 class MakesABuffer(Model):
     """Has no buffers but one that it makes in some forward pass, on all ranks or on one."""
 
