@@ -72,6 +72,9 @@ _SHUTDOWN_SECONDS = 3
 # Seconds from the end of a node's workers to that of the last node's. They exit together.
 _EXIT_BARRIER_SECONDS = 60.0
 
+# Seconds from the end of the training on the node that has the store to that on the last one.
+_SECONDS_TO_LEAVE = 10
+
 # Seconds for a worker to notice that another node has ended the training.
 _SECONDS_AFTER_CLOSE = 15.0
 
@@ -326,9 +329,26 @@ class _Agent(LocalElasticAgent):
         """
         result: Optional[RunResult] = self.run()
         self.has_ended = True
-        if result is not None:
-            self._rdzv_handler.shutdown()
+        # The training has its result, also if the store is lost now.
+        with suppress(RendezvousConnectionError, dist.DistError):
+            if result is not None:
+                self._rdzv_handler.shutdown()
+            if result is not None and not result.is_failed() and len(self._members) > 1:
+                self._leave_together()
         return result
+
+    def _leave_together(self) -> None:
+        """
+        Waits, on the node that has the store, for the others' last question. PyTorch's barrier is
+        left while others still ask for its result: they would print that they lost the connection.
+        """
+        handler: Any = self._rdzv_handler
+        store, own_rank = self._worker_group.store, self._worker_group.group_rank
+        keys = [f"left/{rank}" for rank in range(len(self._members))]
+        handler.ask(functools.partial(store.set, f"left/{own_rank}", ""), None)
+        if self._node.has_store:
+            seconds = timedelta(seconds=_SECONDS_TO_LEAVE)
+            handler.ask(functools.partial(store.wait, keys, seconds), None)
 
     @property
     def may_wait_for_store(self) -> bool:

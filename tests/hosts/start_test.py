@@ -7,7 +7,7 @@ from typing import Any, List
 
 from tests.hosts.faults_test import listen
 from tests.support.command import Command, Run, wait_for_all
-from tests.support.experiment import Config, deepspeed, load_config
+from tests.support.experiment import INCLUDED, Config, deepspeed, load_config
 from tests.support.hosts import PORT, Hosts, write_config
 
 # In seconds: until who is missing is named. Waiting is said after five.
@@ -152,3 +152,11 @@ def test_two_nodes_train_with_the_console_as_users_have_it(two_hosts: Hosts, tmp
     assert "Epoch 1 of 1 in " in first and "Saved checkpoint_e1_b0" in first
     assert second.endswith("Progress is shown by rank 0, on host-0.\n")
     assert len(first.splitlines()) < 40
+
+
+def test_the_store_is_there_until_the_last_node_has_left(two_hosts: Hosts, tmp_path: Path):
+    packages = ("allennlp_deepspeed", INCLUDED, "tests.hosts.late_agent")
+    commands = start(two_hosts, tmp_path, experiment(two_hosts), include_packages=packages)
+    for run in wait_for_all(commands, 60):
+        run.check()
+        assert "frame #" not in run.output
