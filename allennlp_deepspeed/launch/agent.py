@@ -343,7 +343,8 @@ class _Agent(LocalElasticAgent):
         left while others still ask for its result: they would print that they lost the connection.
         """
         handler: Any = self._rdzv_handler
-        store, own_rank = self._worker_group.store, self._worker_group.group_rank
+        store: Any = self._worker_group.store
+        own_rank = self._worker_group.group_rank
         keys = [f"left/{rank}" for rank in range(len(self._members))]
         handler.ask(functools.partial(store.set, f"left/{own_rank}", ""), None)
         if self._node.has_store:
