@@ -89,7 +89,7 @@ class PlacementEstimate:
     problem : `str`, optional
         The reason why it can't.
     fits : `bool`, optional
-        Whether it fits into memory. `None` if the GPU memory is unknown.
+        Whether it fits into memory. `None` if that of the GPUs that it needs is unknown.
     """
 
     placement: Placement
@@ -210,8 +210,8 @@ class Estimator:
         # Parameters
 
         gpu_memory : `int`, optional
-            Bytes of each GPU. If unset, `fits` is `None`, and a config whose workers are on the CPU
-            is estimated for the CPU.
+            Bytes of each GPU. If unset, a config whose workers are on the CPU is estimated for the
+            CPU, and `fits` is `None` for others.
         cpu_memory : `int`
             Bytes of each node.
         nvme_memory : `int`
@@ -219,7 +219,7 @@ class Estimator:
         """
         device_type = "cpu" if gpu_memory is None and self._requests_cpu else "cuda"
         placements = [self._estimate_placement(placement, device_type) for placement in PLACEMENTS]
-        if gpu_memory is not None:
+        if gpu_memory is not None or device_type == "cpu":
             placements = [
                 replace(
                     placement,
@@ -297,12 +297,21 @@ class Estimator:
         return settings
 
     def _fits(
-        self, states: Optional[ModelStates], gpu_memory: int, cpu_memory: int, nvme_memory: int
+        self,
+        states: Optional[ModelStates],
+        gpu_memory: Optional[int],
+        cpu_memory: int,
+        nvme_memory: int,
     ) -> bool:
+        if states is None:
+            return False
+        on_cpu = states.cpu.total
+        if gpu_memory is None:
+            # The model trains on the device that it would be offloaded to.
+            on_cpu += states.gpu.total
         return (
-            states is not None
-            and states.gpu.total <= gpu_memory
-            and states.cpu.total * self._workers_per_node <= cpu_memory
+            (gpu_memory is None or states.gpu.total <= gpu_memory)
+            and on_cpu * self._workers_per_node <= cpu_memory
             and states.nvme.total * self._workers_per_node <= nvme_memory
         )
 

@@ -10,11 +10,13 @@ import resource
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, TextIO
 
+import psutil
 import torch
 from allennlp.commands import train as train_command
 from allennlp.common import Params
@@ -28,10 +30,13 @@ import allennlp_deepspeed
 from allennlp_deepspeed.commands.estimate import only_warnings
 from allennlp_deepspeed.engine.model_states import ModelStates
 from allennlp_deepspeed.launch import failures
+from allennlp_deepspeed.launch.preflight import worker_devices
 from allennlp_deepspeed.training.trainer import HOW_TO_CONTINUE
 from allennlp_deepspeed_import_hook import temporary_directory
 
 _NUM_STEPS = 2
+
+_SECONDS_BETWEEN_LINES = 0.2
 
 # Keys of 'distributed' that are about several nodes.
 _OF_NODES = (
@@ -144,19 +149,32 @@ class Trial:
         """
         with only_warnings():
             self._prepare()
+        self._compare_with_free_memory()
         with tempfile.TemporaryDirectory(dir=temporary_directory.path()) as directory:
             if self._vocabulary is not None:
                 path = os.path.join(directory, "vocabulary")
                 self._vocabulary.save_to_files(path)
                 self._config["vocabulary"] = {"type": "from_files", "directory": path}
-            events = self._train(directory, num_epochs=1, recover=False)
-            self._print_stages(events)
+            self._train(directory, num_epochs=1, recover=False)
             if self._config["trainer"].get("checkpointer", {}) is None:
-                print("  resumption: none, because 'trainer.checkpointer' is null")
+                _print("resumption: none, because 'trainer.checkpointer' is null")
                 return
             start = time.time()
             self._train(directory, num_epochs=2, recover=True)
-            print(f"  resumption from the checkpoint, with another epoch: {_since(start)}")
+            _print(f"resumption from the checkpoint, with another epoch: {_since(start)}")
+
+    def _compare_with_free_memory(self) -> None:
+        """Says before the trial that it may be killed, which nothing says after it."""
+        devices = worker_devices(self._config)
+        needed = len(devices) * self._states.cpu.total
+        if all(device < 0 for device in devices):
+            needed += len(devices) * self._states.gpu.total
+        free = psutil.virtual_memory().available
+        if needed > free:
+            _print(
+                f"'estimate' counts {decimal(needed)} of model states for {len(devices)} workers, "
+                f"and {decimal(free)} of CPU memory are free: the system may kill it"
+            )
 
     def _prepare(self) -> None:
         """Limits the instances, and the nodes to this one."""
@@ -164,7 +182,7 @@ class Trial:
         distributed = self._config.get("distributed") or {}
         num_nodes = distributed.get("num_nodes", 1)
         if num_nodes > 1:
-            print(f"  with the workers of one node, of {num_nodes}")
+            _print(f"with the workers of one node, of {num_nodes}")
             self._num_instances //= num_nodes
             for key in _OF_NODES:
                 distributed.pop(key, None)
@@ -178,15 +196,18 @@ class Trial:
             if _is_reader(limited):
                 self._config[name] = limited
             else:
-                print(f"  '{name}' has no 'max_instances': an epoch has all instances of its files")
+                _print(f"'{name}' has no 'max_instances': an epoch has all instances of its files")
 
-    def _train(self, directory: str, num_epochs: int, recover: bool) -> List[Dict[str, Any]]:
-        """Trains, and returns the events."""
+    def _train(self, directory: str, num_epochs: int, recover: bool) -> None:
+        """Trains, and prints a line for each stage when it ends, unless that is a resumption."""
         path = Path(directory) / "events.jsonl"
         path.unlink(missing_ok=True)
-        start = time.time()
+        stages = _Stages(path, self._states)
         try:
-            with _output_to(Path(directory) / "output.txt"):
+            with (
+                _output_to(Path(directory) / "output.txt") as console,
+                _following(stages, None if recover else console),
+            ):
                 train_command.train_model(
                     Params(self._limited(str(path), num_epochs)),
                     os.path.join(directory, "training"),
@@ -199,8 +220,6 @@ class Trial:
             # Of the trial's own directory, which is removed.
             reason = re.sub(r"\s*\(Full traceback: .*?\)", "", reason).partition(HOW_TO_CONTINUE)[0]
             raise ConfigurationError(f"The trial failed in its {stage}: {reason}") from error
-        events = [{"name": "begun", "time": start}, *_read(path)]
-        return [*events, {"name": "archived", "time": time.time()}]
 
     def _limited(self, path: str, num_epochs: int) -> Dict[str, Any]:
         """Returns the config with few epochs and the callback."""
@@ -211,27 +230,91 @@ class Trial:
         trainer["callbacks"] = [*(trainer.get("callbacks") or []), callback]
         return config
 
-    def _print_stages(self, events: List[Dict[str, Any]]) -> None:
-        times = {event["name"]: event["time"] for event in events}
-        epoch = next(event for event in events if event["name"] == _EPOCH)
-        steps = sum(event["name"] == _STEP for event in events)
-        metrics = ", ".join(
-            f"{name} {value:.4g}"
-            for name, value in epoch["metrics"].items()
-            if name.startswith(("training_", "validation_")) and "memory" not in name
-        )
-        print(f"  data, model and engine: {_seconds(times[_STARTED] - times['begun'])}")
-        print(f"  {steps} training steps: {_seconds(times[_STEP] - times[_STARTED])}")
-        print(f"  validation: {_seconds(times[_EPOCH] - times[_STEP])} ({metrics})")
-        print(f"  checkpoint: {_seconds(times[_ENDED] - times[_EPOCH])}")
-        print(f"  evaluation and archive: {_seconds(times['archived'] - times[_ENDED])}")
-        peak = next(event["memory"] for event in events if event["name"] == _ENDED)
-        states = self._states.gpu.total + self._states.cpu.total
-        print(
-            f"  peak memory of rank 0: {decimal(peak)} ('estimate' counts {decimal(states)} of "
-            "model states and buffers)",
-            flush=True,
-        )
+
+class _Stages:
+    """
+    Lines of the stages of a training that have ended, by the events that it has written.
+
+    # Parameters
+
+    path : `Path`
+        The file of events.
+    states : `ModelStates`
+        The estimated model states of a rank.
+    """
+
+    def __init__(self, path: Path, states: ModelStates) -> None:
+        self._path = path
+        self._states = states
+        self._num_read = 0
+        self._num_steps, self._seconds_of_steps = 0, 0.0
+        self._time = time.time()
+        self._memory: Optional[int] = None
+
+    def new_lines(self, has_ended: bool = False) -> List[str]:
+        """Returns the lines since the last call."""
+        events = _read(self._path)[self._num_read :]
+        self._num_read += len(events)
+        lines = [line for event in events for line in self._lines(event)]
+        if has_ended and self._memory is not None:
+            states = self._states.gpu.total + self._states.cpu.total
+            lines += [
+                f"evaluation and archive: {_since(self._time)}",
+                f"peak memory of rank 0: {decimal(self._memory)} ('estimate' counts "
+                f"{decimal(states)} of model states and buffers)",
+            ]
+        return lines
+
+    def _lines(self, event: Dict[str, Any]) -> Iterator[str]:
+        name, since = event["name"], self._time
+        self._time = event["time"]
+        seconds = _seconds(self._time - since)
+        if name == _STARTED:
+            yield f"data, model and engine: {seconds}"
+        elif name == _STEP:
+            self._num_steps += 1
+            self._seconds_of_steps += self._time - since
+            if self._num_steps == 1:
+                yield f"first training step: {seconds}"
+        elif name == _EPOCH:
+            metrics = ", ".join(
+                f"{name} {value:.4g}"
+                for name, value in event["metrics"].items()
+                if name.startswith(("training_", "validation_")) and "memory" not in name
+            )
+            yield f"{self._num_steps} training steps: {_seconds(self._seconds_of_steps)}"
+            yield f"validation: {seconds} ({metrics})"
+        elif name == _ENDED:
+            self._memory = event["memory"]
+            yield f"checkpoint: {seconds}"
+
+
+@contextmanager
+def _following(stages: _Stages, console: Optional[TextIO]) -> Iterator[None]:
+    """Context manager that prints the lines of stages on a console while a training goes on."""
+    has_ended = threading.Event()
+
+    def follow() -> None:
+        while not has_ended.wait(_SECONDS_BETWEEN_LINES):
+            _print(*stages.new_lines(), file=console)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    if console is not None:
+        thread.start()
+    is_whole = False
+    try:
+        yield
+        is_whole = True
+    finally:
+        if console is not None:
+            has_ended.set()
+            thread.join()
+            _print(*stages.new_lines(is_whole), file=console)
+
+
+def _print(*lines: str, file: Optional[TextIO] = None) -> None:
+    for line in lines:
+        print(f"  {line}", file=file, flush=True)
 
 
 def _is_reader(section: Dict[str, Any]) -> bool:
@@ -287,15 +370,19 @@ def _since(start: float) -> str:
 
 
 @contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Context manager in which this process and those that it starts print into a file."""
+def _output_to(path: Path) -> Iterator[TextIO]:
+    """
+    Context manager in which this process and those that it starts print into a file. Yields what
+    still prints where they did before.
+    """
     saved = [os.dup(1), os.dup(2)]
     with open(path, "ab") as file:
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(file.fileno(), number)
     try:
-        yield
+        with open(os.dup(saved[0]), "w", encoding=sys.stdout.encoding) as console:
+            yield console
     finally:
         for stream, number, descriptor in ((sys.stdout, 1, saved[0]), (sys.stderr, 2, saved[1])):
             stream.flush()

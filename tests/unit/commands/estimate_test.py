@@ -26,6 +26,7 @@ from allennlp_deepspeed.engine.model_states import (
     optimizer_bytes,
 )
 from allennlp_deepspeed.meta_model import construct_without_weights
+from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.command import allennlp
 from tests.support.experiment import FIXTURES, TWO_WORKERS, Config, load_config
 
@@ -207,6 +208,18 @@ class TestPlacements:
 
 
 class TestCommand:
+    def test_of_a_config_for_the_cpu_is_compared_with_its_memory(self) -> None:
+        config = load_config("classifier", {"trainer.type": "deepspeed"}, TWO_WORKERS)
+        estimator = Estimator(Params(config))
+
+        def per_node(placement: Any) -> int:
+            return 2 * (placement.states.gpu.total + placement.states.cpu.total)
+
+        first = estimator.estimate(None, cpu_memory=0, nvme_memory=0).placements[0]
+        for memory, fits in ((per_node(first), True), (per_node(first) - 1, False)):
+            placements = estimator.estimate(None, cpu_memory=memory, nvme_memory=0).placements
+            assert placements[0].fits is fits
+
     def test_takes_the_first_that_fits(self, tmp_path: Path) -> None:
         config = load_config("transformer")
         zero: Config = {"stage": 1, **SMALL_BUCKETS, "stage3_prefetch_bucket_size": 0}

@@ -61,10 +61,11 @@ def test_what_elastic_nodes_cannot_train(changes: Dict[str, Any], start: str) ->
     assert line.lstrip("- ").startswith("'distributed.min_nodes' is 2") and start in line
 
 
-def test_a_missing_data_loader_of_elastic_nodes_is_left_to_allennlp() -> None:
+def test_elastic_nodes_need_a_data_loader() -> None:
     config = {**experiment(**AUTO), "distributed": ELASTIC}
     del config["data_loader"]
-    preflight.check(Params(config))
+    (line,) = errors_of(config)
+    assert line.startswith("'data_loader' is missing")
 
 
 def test_elastic_nodes_are_checked_with_the_batch_size_of_all() -> None:
