@@ -1,52 +1,19 @@
 """Trains with this package's trainer, from the weights that TRL's has begun with."""
 
-import os
-import signal
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, List, Optional
 
 import torch
-import torch.distributed as dist
 from allennlp.data import Batch, Vocabulary
-from allennlp.training.callbacks import TrainerCallback
-from typing_extensions import override
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader
 from tests.chat_templates.cases import ALL, BATCH_SIZE, Case
-from tests.chat_templates.trl_training import LEARNING_RATE, Trained, Weights
+from tests.chat_templates.trl_training import LEARNING_RATE
 from tests.support.side_by_side import Side, trained
+from tests.support.steps_beside import StepLosses, Trained, Weights, read_step_losses
 
 _STEPS_PER_CHECKPOINT = 3
-
-
-class Losses(TrainerCallback):
-    """
-    Writes the number and the loss of each step to a file of the rank. The loss is the mean of the
-    weighted losses that callbacks are passed. After a step the process may kill itself.
-    """
-
-    def __init__(self, directory: Path, killed_after: Optional[int]) -> None:
-        super().__init__(str(directory))
-        self._killed_after = killed_after
-
-    @override
-    def on_batch(
-        self,
-        trainer: Any,
-        batch_inputs: Any,
-        batch_outputs: Any,
-        batch_metrics: Any,
-        epoch: int,
-        batch_number: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        loss = torch.stack([outputs["loss"].detach() for outputs in batch_outputs]).mean()
-        with open(_file_of_rank(self.serialization_dir, dist.get_rank()), "a") as file:
-            file.write(f"{batch_number} {loss.item()}\n")
-        if batch_number == self._killed_after:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(
@@ -79,7 +46,7 @@ def train(
             case.stage,
             case.world_size,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
-            callbacks=lambda: [Losses(directory, killed_after)],
+            callbacks=lambda: [StepLosses(directory, killed_after)],
             num_epochs=1,
             num_gradient_accumulation_steps=case.accumulation,
             checkpointer=DeepSpeedCheckpointer(
@@ -90,11 +57,10 @@ def train(
     if case.killed_after is not None:
         _train_until_killed(side(case.killed_after), directory)
     weights = side().on_all_ranks(trained, directory)[0]
-    of_ranks = [_losses_of_rank(directory, rank) for rank in range(case.world_size)]
     return Trained(
-        [field.tensor.tolist() for field in fields],
-        [sum(step) / len(step) for step in zip(*of_ranks)],
+        read_step_losses(directory, case.world_size),
         {name.removeprefix("transformer."): weight for name, weight in weights.items()},
+        [field.tensor.tolist() for field in fields],
     )
 
 
@@ -105,16 +71,3 @@ def _train_until_killed(side: Side, directory: Path) -> None:
         if any(directory.glob("checkpoint_*")):
             return
     raise RuntimeError("The workers weren't killed after a checkpoint.")
-
-
-def _file_of_rank(directory: Any, rank: int) -> Path:
-    return Path(directory, f"losses_{rank}.txt")
-
-
-def _losses_of_rank(directory: Path, rank: int) -> List[float]:
-    """Returns the loss of each step: the last one, if a step was repeated after a recovery."""
-    losses: Dict[int, float] = {}
-    for line in _file_of_rank(directory, rank).read_text().splitlines():
-        number, loss = line.split()
-        losses[int(number)] = float(loss)
-    return [losses[number] for number in sorted(losses)]

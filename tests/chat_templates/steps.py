@@ -8,9 +8,8 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List, NamedTuple
+from typing import Dict, List
 
-import numpy as np
 import torch
 from allennlp.data import Vocabulary
 from transformers import AutoTokenizer
@@ -20,10 +19,9 @@ from benchmarks.harness import report
 from tests.chat_templates import own_training
 from tests.chat_templates.cases import CASES, NUM_STEPS, Case
 from tests.chat_templates.tokenizer import tokenizer_for
-from tests.chat_templates.trl_training import SEED, Trained, Weights, train_with_trl
+from tests.chat_templates.trl_training import SEED, train_with_trl
 from tests.fixtures.tiny_lm import LLAMA
-
-LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-5
+from tests.support.steps_beside import difference
 
 PROGRAM = "python -m tests.chat_templates.steps"
 
@@ -40,37 +38,6 @@ HEADINGS = (
     "difference of losses",
     "difference of weights",
 )
-
-
-class Difference(NamedTuple):
-    """
-    Differences of two trainings.
-
-    # Parameters
-
-    losses : `float`
-        The largest of a step.
-    weights : `float`
-        The norm of the difference of all weights, divided by that of their change in training.
-    """
-
-    losses: float
-    weights: float
-
-    @property
-    def is_within_tolerance(self) -> bool:
-        return self.losses <= LOSS_TOLERANCE and self.weights <= WEIGHT_TOLERANCE
-
-
-def difference(actual: Trained, expected: Trained, initial: Weights) -> Difference:
-    differences, changes = (
-        np.linalg.norm(
-            [np.linalg.norm(others[name] - weight) for name, weight in expected.weights.items()]
-        )
-        for others in (actual.weights, initial)
-    )
-    pairs = zip(actual.losses, expected.losses, strict=True)
-    return Difference(max(abs(a - b) for a, b in pairs), float(differences / changes))
 
 
 def compare(case: Case, templates: Path, directory: Path, footnotes: Dict[str, int]) -> List[str]:
