@@ -77,6 +77,7 @@ class Case(NamedTuple):
     def data_and_options(self) -> str:
         options = {
             self.data: True,
+            "lists of parts": self.has_parts,
             "training template": self.has_marks,
             f"`max_length` {self.max_length}": self.max_length,
             "BOS by tokenizer": self.adds_bos,
@@ -149,7 +150,7 @@ CASES: Tuple[Case, ...] = (
     Case("qwen2_5", LORA, 2, 3, 2, has_marks=True),
     Case("qwen2_5_vl", None, 1, 2, 2),
     Case("qwen3", None, 2, 3, 2, has_marks=True),
-    Case("qwen3", LORA, 1, 2, 2, data=PROMPTS, max_length=90),
+    Case("qwen3", LORA, 1, 2, 2, data=PROMPTS, max_length=180),
     Case("qwen3_6", LORA, 3, 2, has_marks=True),
     Case("qwen3_instruct_2507", None, 3, 3),
     Case("qwen3_vl", LORA, 2, 2),
