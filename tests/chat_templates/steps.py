@@ -131,7 +131,7 @@ def main() -> None:
         "- **Killed**: all workers here are killed and recover from a checkpoint of step 3, beside "
         "a training of TRL's without an interruption.",
         f"{report.describe(report.heading(1, 'transformers', 'peft'), with_workers=False)} "
-        f"`make chat-steps` runs it again, where `trl` is installed.",
+        "`make chat-steps` runs it again.",
     )
     if not arguments.only and not failures:
         (arguments.output / "chat_steps.md").write_text(text)
