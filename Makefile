@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures chat-templates optimizers upstream upstream-models-library upstream-projects bench gpu lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures chat-templates chat-steps retrieval-steps optimizers upstream upstream-models-library upstream-projects bench gpu lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -31,6 +31,8 @@ help:
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
 	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
 	@echo "make chat-templates TRL=path  compare the tokens and the loss of conversations with transformers' and TRL's, for the chat templates of an installed package trl"
+	@echo "make chat-steps  train on conversations beside TRL, step by step (about 5 minutes)"
+	@echo "make retrieval-steps  train bi-encoders beside sentence-transformers, step by step (about 3 minutes)"
 	@echo "make optimizers  train with optimizers of PyTorch and of packages at every stage, beside AllenNLP's own trainer (about 15 minutes)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of all folders with this package imported (about 15 minutes)"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer, and its training configs (about two hours)"
@@ -120,6 +122,14 @@ architectures: $(VENV)/installed
 chat-templates: $(VENV)/installed
 	$(if $(TRL),,$(error Write `make chat-templates TRL=path`, the directory of the package trl 1.16))
 	python -m tests.chat_templates "$(TRL)"
+
+# The table is committed under benchmarks/results.
+chat-steps: $(VENV)/installed-benchmarks
+	python -m tests.chat_templates.steps
+
+# The table is committed under benchmarks/results.
+retrieval-steps: $(VENV)/installed-benchmarks
+	python -m tests.retrieval_steps
 
 # Packages that aren't installed are left out. The table is committed under benchmarks/results.
 optimizers: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)

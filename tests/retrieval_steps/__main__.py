@@ -1,0 +1,137 @@
+"""
+Trains a tiny bi-encoder for six steps beside the trainer of sentence-transformers, and writes
+`benchmarks/results/retrieval_steps.md`. Needs the package `sentence-transformers`.
+"""
+
+import argparse
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Dict, List
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from benchmarks.harness import report
+from tests.fixtures.tiny_bert import tiny_bert
+from tests.retrieval_steps.cases import CASES, NUM_STEPS, Case
+from tests.retrieval_steps.trainings import train, train_with_sentence_transformers
+from tests.support.steps_beside import difference
+
+SEED = 3
+
+HEADINGS = (
+    "loss",
+    "pooling",
+    "normalized",
+    "data and options",
+    "accumulation",
+    "stage",
+    "workers",
+    "first loss",
+    "last loss",
+    "difference of losses",
+    "difference of weights",
+)
+
+
+def compare(case: Case, directory: Path, footnotes: Dict[str, int]) -> List[str]:
+    """
+    Returns a row of the table.
+
+    # Raises
+
+    `RuntimeError`
+        If the losses or the weights differ without a footnote, or don't with one.
+    """
+    pretrained = tiny_bert(directory / "pretrained")
+    base = str(directory / "model")
+    dropout = {"hidden_dropout_prob": case.dropout, "attention_probs_dropout_prob": case.dropout}
+    model = AutoModel.from_pretrained(pretrained, **dropout)
+    torch.manual_seed(SEED)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            # Larger than usual, so that texts are different from the beginning.
+            torch.nn.init.normal_(parameter, std=0.2)
+        else:
+            torch.nn.init.constant_(parameter, float(name.endswith("LayerNorm.weight")))
+    model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(pretrained).save_pretrained(base)
+    initial, expected = train_with_sentence_transformers(case, base, directory / "others")
+    (directory / "own").mkdir()
+    actual = train(case, base, directory / "own")
+    result = difference(actual, expected, initial)
+    if result.is_within_tolerance == bool(case.footnote):
+        raise RuntimeError(f"{result}, {actual.losses}, {expected.losses}")
+    mark = ""
+    if case.footnote:
+        mark = f" ({footnotes.setdefault(case.footnote, len(footnotes) + 1)})"
+    return [
+        f"`{case.loss}`",
+        case.pooling,
+        "yes" if case.normalize else "no",
+        case.options + mark,
+        *map(str, (case.accumulation, case.stage, case.world_size)),
+        *(f"{loss:.4f}" for loss in (actual.losses[0], actual.losses[-1])),
+        *(f"{value:.0e}" for value in result),
+    ]
+
+
+def main() -> None:
+    import sentence_transformers
+
+    parser = argparse.ArgumentParser(prog="python -m tests.retrieval_steps", description=__doc__)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
+    parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    rows: List[List[str]] = []
+    failures: List[str] = []
+    footnotes: Dict[str, int] = {}
+    for number, case in enumerate(CASES):
+        if arguments.only and number not in arguments.only:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                rows.append(compare(case, Path(directory), footnotes))
+            except (RuntimeError, AssertionError) as error:  # of a worker, too
+                failures.append(f"{number}: {case}: {error}")
+                print(failures[-1], flush=True)
+            else:
+                print(number, *rows[-1], sep=" | ", flush=True)
+    text = report.document(
+        "Steps beside sentence-transformers",
+        f"A tiny BERT trains {NUM_STEPS} steps of SGD as a `bi_encoder`, and with the "
+        "`SentenceTransformerTrainer` and losses of sentence-transformers "
+        f"{sentence_transformers.__version__}, from the same weights, with the same texts in each "
+        "step and with the same number of workers. The difference of losses is the largest of a "
+        "step. The difference of weights is a part of their change in training. "
+        f"{sum(not case.footnote for case in CASES)} of {len(CASES)} are the same, and for each "
+        "of the others a note has the reason.",
+        report.table(HEADINGS, rows),
+        "\n".join(f"{number}. {note}" for note, number in footnotes.items()),
+        "- **Losses** whose name begins with `Cached` have gradient caching, here with "
+        "`grad_cache`. With dropout both begin each step with the same random state and encode "
+        "chunks in the same order, and all texts have the same number of tokens. Without caching, "
+        "sentence-transformers may encode queries and documents together, so that dropout can't "
+        "be compared.\n"
+        "- **False hard negatives**: every second hard negative is the document of its own pair. "
+        "It is left out here by the ids, and in `GISTEmbedLoss` by a guide, whose similarity is "
+        "that of the words in the texts.\n"
+        "- **Equal documents** and **equal queries**: two queries of a batch have the same "
+        "document, and two documents have the same query.\n"
+        "- **Gathered negatives** are `gather_across_devices=True`, here "
+        '`"negatives": "global"`.\n'
+        "- **Pooling** is `bag_of_embeddings` with `averaged`, `cls_pooler`, or `cls_pooler` with "
+        "`cls_is_last_token`.",
+        f"{report.describe(report.heading(1, 'transformers'), with_workers=False)} "
+        "`make retrieval-steps` runs it again.",
+    )
+    if not arguments.only and not failures:
+        (arguments.output / "retrieval_steps.md").write_text(text)
+    sys.exit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()
