@@ -49,7 +49,7 @@ from allennlp_deepspeed.launch import nodes, section_check
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
 from allennlp_deepspeed.training.construction import check_schedule
-from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
+from allennlp_deepspeed.training.deepspeed_train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 
