@@ -234,7 +234,7 @@ class Shards:
         def step_as_part(index: int) -> None:
             if index == 0:
                 steps.start()
-            steps.step(groups[index], partial(step_group, index))
+            steps.step_part(groups[index], partial(step_group, index))
             if index == len(self.masters) - 1:
                 steps.finish()
 

@@ -39,7 +39,7 @@ class SubGroupSteps:
             name: value for name, value in vars(self._optimizer).items() if _is_number(value)
         }
 
-    def step(self, group: int, step: Callable[[], None]) -> None:
+    def step_part(self, group: int, step: Callable[[], None]) -> None:
         """
         # Parameters
 

@@ -91,7 +91,7 @@ def _parameters(engine: DeepSpeedEngine) -> str:
 
 
 def _batch(trainer: Any) -> str:
-    config, workers = trainer.resolved_config, trainer.num_readers
+    config, workers = trainer.resolved_config, trainer.data_parallel_size
     if config.finds_micro_batch_size:
         num_instances = config.engine_config["train_batch_size"]
         return (

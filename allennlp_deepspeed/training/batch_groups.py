@@ -35,14 +35,14 @@ class BatchGroup(NamedTuple):
     The micro-batches of one optimizer step.
 
     `num_accumulation_steps` is the number of micro-batches that divides this rank's losses. It is
-    larger than `len(batches)` if another rank has run out of data: AllenNLP then drops the rest of
-    the group without changing the divisor, and so do we.
+    larger than `len(micro_batches)` if another rank has run out of data: AllenNLP then drops the
+    rest of the group without changing the divisor, and so do we.
 
     `num_dummy_batches` is the number of dummy batches at the end. They have no weight and only let
     this rank take part in collectives.
     """
 
-    batches: List[TensorDict]
+    micro_batches: List[TensorDict]
     num_accumulation_steps: int
     num_dummy_batches: int = 0
 
