@@ -176,7 +176,13 @@ class BiEncoder(ContrastiveModel):
             representations["document"] = document_encoder(document)
         if negatives is not None:
             num_lists, num_texts, _ = get_text_field_mask(negatives, num_wrapping_dims=1).shape
-            encoded = document_encoder(_flat_texts(negatives))
+            # From (batch_size, num_texts, ...) to (batch_size * num_texts, num_tokens).
+            encoded = document_encoder(
+                {
+                    indexer: {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
+                    for indexer, tensors in negatives.items()
+                }
+            )
             representations["negatives"] = encoded.view(num_lists, num_texts, -1)
         return representations
 
@@ -368,14 +374,6 @@ def _any_in_group(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """
     counts = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
     return counts.index_add_(1, groups, rows.float()) > 0
-
-
-def _flat_texts(texts: TextFieldTensors) -> TextFieldTensors:
-    """Reshapes (batch_size, num_texts, ...) to (batch_size * num_texts, num_tokens)."""
-    return {
-        indexer: {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
-        for indexer, tensors in texts.items()
-    }
 
 
 class TextEncoder(torch.nn.Module):

@@ -1,3 +1,4 @@
+import operator
 import zlib
 from typing import List
 
@@ -67,7 +68,9 @@ class BufferBroadcast:
 
     def _check_same_on_all_ranks(self, buffers: List[torch.Tensor]) -> None:
         checksum = self._checksum
-        are_same = len(buffers) == len(self._buffers) and all(map(_is, buffers, self._buffers))
+        are_same = len(buffers) == len(self._buffers) and all(
+            map(operator.is_, buffers, self._buffers)
+        )
         if not are_same:
             checksum = _checksum(self._model)
             self._has_views = any(
@@ -90,10 +93,6 @@ class BufferBroadcast:
                     "and assign the same buffers, with the same shapes and dtypes, on every rank."
                 )
         self._buffers, self._checksum = buffers, checksum
-
-
-def _is(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b
 
 
 def _elements(buffer: torch.Tensor) -> torch.Tensor:

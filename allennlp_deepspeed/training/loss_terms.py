@@ -119,10 +119,6 @@ def check(model: Model) -> None:
             )
 
 
-def _count_for_basic_classifier(model: Any, inputs: Dict[str, Any]) -> Number:
-    return (inputs["label"] != _IGNORED).sum()
-
-
 def _count_for_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
     """
     Counts the instances with any token that has a loss. AllenNLP's
@@ -138,6 +134,6 @@ def _count_for_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
 
 # Exactly these classes: a subclass may compute another loss.
 _OF_ALLENNLP: Dict[Type[Model], Callable[[Any, Dict[str, Any]], Number]] = {
-    BasicClassifier: _count_for_basic_classifier,
+    BasicClassifier: lambda model, inputs: (inputs["label"] != _IGNORED).sum(),
     SimpleTagger: _count_for_simple_tagger,
 }
