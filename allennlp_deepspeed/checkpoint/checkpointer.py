@@ -404,9 +404,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         called on every rank, because each may see another directory.
         """
         problem = vocabulary_files.difference(self._serialization_dir, record.vocabulary, path)
-        problems = list(
-            dict.fromkeys(p for p in collectives.all_gather_object(problem) if p is not None)
-        )
+        problems = collectives.gather_problems(problem)
         if problems:
             raise CheckpointError("\n".join(problems))
 

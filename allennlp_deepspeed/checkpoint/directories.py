@@ -49,7 +49,7 @@ class Directories(NamedTuple):
             shared_directory.write_token(serialization_dir, key, rank)
         except OSError as error:
             problem = f"rank {rank} on {hosts[rank]} can't write to {serialization_dir}: {error}"
-        problems = [p for p in collectives.all_gather_object(problem) if p is not None]
+        problems = collectives.gather_problems(problem)
         seen = [] if problem else shared_directory.list_tokens(serialization_dir, key)
         found = cls(shared_directory.group_by_directory(collectives.all_gather_object(seen)), hosts)
         if problem is None:

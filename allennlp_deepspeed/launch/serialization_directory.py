@@ -26,6 +26,7 @@ from allennlp.training import util as training_util
 
 from allennlp_deepspeed.checkpoint import shared_directory
 from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.worker_failure import PeerFailed
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock, cannot_write
 
@@ -136,9 +137,7 @@ class SerializationDirectory:
         if self._is_ready:
             return
         self._is_ready = True
-        problems: Any = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem, group=self._group)
-        others = [p for p in problems if p is not None]
+        others = collectives.gather_problems(problem, self._group)
         if others and problem is None:
             raise PeerFailed(others[0])
 

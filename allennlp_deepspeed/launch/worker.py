@@ -339,9 +339,9 @@ def _raise_on_all_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        collectives.all_gather_object(f"{type(error).__name__}: {error}")
+        collectives.gather_problems(f"{type(error).__name__}: {error}")
         raise
-    problems = [problem for problem in collectives.all_gather_object(None) if problem is not None]
+    problems = collectives.gather_problems(None)
     if problems:
         raise worker_failure.PeerFailed(problems[0])
 

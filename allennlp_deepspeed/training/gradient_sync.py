@@ -184,10 +184,9 @@ class GradientSynchronizer:
             self._state.usage = Usage.DIFFERENT
 
     def _compare_used(self) -> None:
-        used = float(self._used_checksum)
         device = torch.device(get_accelerator().current_device_name())
-        largest, negative = collectives.all_reduce_max([used, -used], device, torch.float64)
-        self._state.usage = Usage.SAME if largest == -negative else Usage.DIFFERENT
+        is_same = collectives.is_same_on_all_ranks(self._used_checksum, device)
+        self._state.usage = Usage.SAME if is_same else Usage.DIFFERENT
         if self._state.usage is Usage.DIFFERENT and dist.get_rank() == 0:
             logger.warning(
                 "The workers used different parameters in the first step. From now on gradients "
