@@ -86,6 +86,8 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     _check_sections(config, errors)
     if has_known_train_loop(config):
         section_check.check_top_level(config, errors)
+        if on_this_machine:
+            section_check.check_is_complete(config, errors)
         section_check.check_registered(config, errors)
         section_check.check_batch_sizes(config, errors)
     _check_sizes(config["trainer"], errors)
@@ -188,15 +190,13 @@ def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
 # Sections and keys of the trainer whose numbers are computed with in fp32.
 _IN_FP32 = (*_OPTIONAL_SECTIONS[:-1], "grad_norm", "grad_clipping", "deepspeed_config")
 
-# Of a buffer in elements: 4 TB in fp32.
-_BUCKET, _MAX_BUCKET = "deepspeed_config.zero_optimization.reduce_bucket_size", 10**12
-
 
 def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
     """Refuses numbers that are too large for PyTorch or a C++ library."""
-    bucket = lookup(trainer, _BUCKET)
-    if is_number(bucket) and bucket > _MAX_BUCKET:
-        errors.add(f"'trainer.{_BUCKET}' is {as_json(bucket)}: must be at most {_MAX_BUCKET}")
+    for key, maximum in _MAXIMA.items():
+        value = lookup(trainer, key)
+        if is_number(value) and value > maximum:
+            errors.add(f"'trainer.{key}' is {as_json(value)}: must be at most {maximum}")
     for name in _IN_FP32:
         for path, value in _numbers_in(trainer.get(name), f"trainer.{name}"):
             if _MAX_FP32 < abs(value) != math.inf:
@@ -204,6 +204,13 @@ def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
 
 
 _MAX_FP32 = torch.finfo(torch.float32).max
+
+_MAXIMA = {
+    # In elements: 4 TB in fp32.
+    "deepspeed_config.zero_optimization.reduce_bucket_size": 10**12,
+    # The loss is multiplied in fp32.
+    "deepspeed_config.fp16.initial_scale_power": 127,
+}
 
 
 def _numbers_in(value: Any, path: str) -> Iterator[Tuple[str, float]]:

@@ -41,13 +41,44 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
     errors : `ConfigErrors`, required.
         Collects a line for each.
     """
-    loop, constructor = TrainModel.resolve_class_name(config.get("type", "default"))
-    arguments = inspect.signature(getattr(loop, constructor or "__init__")).parameters
-    known = [*(name for name in arguments if name not in _GIVEN), *_OF_COMMAND]
+    known = [*_arguments(config), *_OF_COMMAND]
     for name in config:
         if name not in known:
             hint = replacement(name) or did_you_mean(name, known, page="docs/configuration.md")
             errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
+
+
+def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
+    """
+    Refuses a config in which a key is missing without which there is nothing to train.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        A training configuration with AllenNLP's train loop or this package's.
+    errors : `ConfigErrors`, required.
+        Collects a line for each.
+    """
+    for name, parameter in _arguments(config).items():
+        if parameter.default is inspect.Parameter.empty and name not in config:
+            found = next(_paths_of(name, config), None)
+            advice = f"is it '{found}'?" if found else "see docs/configuration.md"
+            errors.add(f"'{name}' is missing at the top level of the config: {advice}")
+
+
+def _paths_of(name: str, value: Any, path: str = "") -> Iterator[str]:
+    items: Any = value.items() if isinstance(value, dict) else ()
+    for key, part in enumerate(value) if isinstance(value, list) else items:
+        if key == name:
+            yield f"{path}{key}"
+        yield from _paths_of(name, part, f"{path}{key}.")
+
+
+def _arguments(config: Dict[str, Any]) -> Dict[str, inspect.Parameter]:
+    """Returns the arguments of the train loop that are keys of the config."""
+    loop, constructor = TrainModel.resolve_class_name(config.get("type", "default"))
+    arguments = inspect.signature(getattr(loop, constructor or "__init__")).parameters
+    return {name: each for name, each in arguments.items() if name not in _GIVEN}
 
 
 def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:

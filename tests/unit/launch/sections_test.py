@@ -34,6 +34,7 @@ WRONG = [
         {"trainer.deepspeed_config": {"zero_optimization": {"stage": 2, "reduce_bucket_size": n}}}
         for n in (1e15,)
     ),
+    {"trainer.deepspeed_config": {"fp16": {"initial_scale_power": 2**70}}},
 ]
 
 
@@ -53,6 +54,20 @@ def config(*changes: Dict[str, Any]) -> Dict[str, Any]:
 def test_what_is_no_section_or_too_large(change: Dict[str, Any], expect_message: Expect) -> None:
     with pytest.raises(ConfigurationError) as error:
         preflight.check(Params(config(change)))
+    expect_message(error.value.message)
+
+
+@pytest.mark.parametrize("section", ["", "trainer.optimizer", "vocabulary.files.0"])
+@pytest.mark.parametrize("name", ["dataset_reader", "train_data_path", "model", "data_loader"])
+def test_what_is_missing_at_the_top_level(name: str, section: str, expect_message: Expect) -> None:
+    changed = config({"trainer.optimizer": {"type": "sgd"}, "vocabulary": {"files": [{}]}})
+    missing, place = changed.pop(name), changed
+    for key in section.split(".") if section else ():
+        place = place[int(key) if key.isdigit() else key]
+    if section:
+        place[name] = missing
+    with pytest.raises(ConfigurationError) as error:
+        preflight.check(Params(changed))
     expect_message(error.value.message)
 
 
