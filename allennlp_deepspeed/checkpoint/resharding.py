@@ -121,10 +121,8 @@ def _load_optimizer(
 
 
 def _shard_state(shards: Shards, index: int, checkpoint: ShardedCheckpoint) -> Dict[str, Any]:
-    """
-    Returns the optimizer state of a master weight. Its scalars are those of the first parameter in
-    it.
-    """
+    """Returns the optimizer state of a master weight."""
+    # Its scalars are those of the first parameter in it.
     parameter = shards.names[shards.parameters_of_masters[index][0]]
     values = checkpoint.scalars(parameter)
     for key in checkpoint.state_names(parameter):

@@ -329,10 +329,8 @@ def _resolve_scheduler(
 
 
 def _params(section: Dict[str, Any]) -> Dict[str, Any]:
-    """
-    Returns the parameters of an optimizer or a scheduler. If they are "auto" or null, all are
-    unset.
-    """
+    """Returns the parameters of an optimizer or a scheduler."""
+    # "auto" and null leave all unset.
     if "params" in section and not isinstance(section["params"], dict):
         section["params"] = {}
     return section.get("params", {})

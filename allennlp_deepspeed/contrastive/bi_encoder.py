@@ -438,10 +438,8 @@ class TextEncoder(torch.nn.Module):
 
 
 def _mask(texts: TextFieldTensors) -> torch.Tensor:
-    """
-    Returns the mask of shape (num_texts, num_tokens). In texts without tokens, which pad lists, the
-    first position is set, since encoders divide by lengths or take a maximum.
-    """
+    """Returns the mask of shape (num_texts, num_tokens)."""
     mask = get_text_field_mask(texts).clone()  # the mask may be the indexer's own tensor
+    # Texts without tokens pad lists, and encoders divide by lengths or take a maximum.
     mask[:, 0] |= ~mask.any(dim=-1)
     return mask

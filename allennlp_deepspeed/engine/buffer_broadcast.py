@@ -96,10 +96,9 @@ class BufferBroadcast:
 
 
 def _elements(buffer: torch.Tensor) -> torch.Tensor:
-    """
-    Returns each element of a buffer once. PyTorch can't write into a tensor that `expand` has
-    returned, nor a single tensor into itself with other strides, such as those of a slice.
-    """
+    """Returns each element of a buffer once."""
+    # PyTorch can't write into a tensor that `expand` has returned, nor a single tensor into itself
+    # with other strides, such as those of a slice.
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer = buffer.narrow(dim, 0, 1)

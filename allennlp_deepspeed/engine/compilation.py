@@ -159,15 +159,13 @@ def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
 
 
 def _with_own_code(function: Callable) -> Callable:
-    """
-    Wraps a function in one with its own code object. PyTorch caches compiled code by code object,
-    and gives up at the eighth compilation of one: the layers of a transformer, and the models of a
-    process, must not count as one.
-    """
+    """Wraps a function in one with its own code object."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    # PyTorch caches compiled code by code object, and gives up at the eighth compilation of one:
+    # the layers of a transformer, and the models of a process, must not count as one.
     code: CodeType = call.__code__.replace()
     return FunctionType(code, call.__globals__, "forward", None, call.__closure__)
 

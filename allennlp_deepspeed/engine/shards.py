@@ -269,7 +269,8 @@ def local_partition(parameter: torch.nn.Parameter) -> Fragment:
 
 
 def _partition(parameter: Any, tensor: torch.Tensor, start: int, length: int) -> Fragment:
-    """Returns a rank's part. All parts have the same length, and the last may end in padding."""
+    """Returns a rank's part."""
+    # All parts have the same length, and the last may end in padding.
     numel = full_shape(parameter).numel()
     offset = min(dist.get_rank(parameter.ds_process_group) * length, numel)
     size = min(length, numel - offset)

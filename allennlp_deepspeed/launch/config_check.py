@@ -346,8 +346,9 @@ _REFUSED_CALLBACKS = {
 
 
 def _model_class(model: Any) -> Optional[Type[Model]]:
-    """Returns the model's class. `None` if it is unknown, which AllenNLP reports."""
+    """Returns the model's class, `None` if it is unknown."""
     name = registered_name(model)
+    # AllenNLP reports an unknown one.
     if name not in Model.list_available() or name == "from_archive":
         return None
     return Model.resolve_class_name(name)[0]

@@ -204,7 +204,8 @@ def train(
 
 
 def _read_process(node: Node, node_rank: int) -> LaunchedProcess:
-    """Returns the rank and addresses of this process. Elastic doesn't know `--node-rank`."""
+    """Returns the rank and addresses of this process."""
+    # Elastic doesn't know `--node-rank`.
     rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
     process = launcher.read_environment({**os.environ, "RANK": str(rank)})
     if node.num_nodes > 1:

@@ -1331,10 +1331,9 @@ def _keep_group_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _length(part: Stateful) -> Dict[str, Any]:
-    """
-    Returns the length of a schedule that ends with the training. A run that is resumed with more
-    epochs uses the schedule of the new number, and not that of the former, which has ended.
-    """
+    """Returns the length of a schedule that ends with the training."""
     if not isinstance(part, Scheduler):
         return {}
+    # A run that is resumed with more epochs uses the schedule of the new number, and not that of
+    # the former, which has ended.
     return {name: value for name, value in vars(part).items() if name in _LENGTHS}
