@@ -35,7 +35,7 @@ from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
-from allennlp_deepspeed.config.torch_compile_settings import torch_compile_settings
+from allennlp_deepspeed.config.structured_keys import torch_compile_settings
 from allennlp_deepspeed.config.unset_values import (
     DEFAULT,
     STAGE,
