@@ -202,7 +202,8 @@ def test_workers_that_share_sequences_must_have_the_same_batches(tokenizer: str)
         sequences.receive_micro_batches([same, {"input_ids": torch.tensor([[1, 2]])}])
         sequences.check(CPU)
         # The same tokens, in another order.
-        sequences.receive_micro_batches([same, {"input_ids": torch.tensor([[1, 2]]).roll(rank // 3, 1)}])
+        moved = torch.tensor([[1, 2]]).roll(rank // 3, 1)
+        sequences.receive_micro_batches([same, {"input_ids": moved}])
         with pytest.raises(RuntimeError) as error:
             sequences.check(CPU)
         return str(error.value)
