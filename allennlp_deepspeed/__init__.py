@@ -39,7 +39,7 @@ from allennlp_deepspeed.engine.sequence_groups import reading_by_groups
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.reports.profiler_callback import ProfilerCallback
-from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
+from allennlp_deepspeed.training.deepspeed_train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 __all__ = [

@@ -110,16 +110,15 @@ def _check(config: Any, attention: BlockSparseAttention) -> None:
 
 
 def _number_layers(transformer: torch.nn.Module) -> None:
-    """
-    Sets the layer index of each attention module that has none; random blocks depend on it. Most
-    models set it, but DistilBERT doesn't, and ALBERT shares one module between all layers.
-    """
+    """Sets the layer index of attention modules, which random blocks depend on."""
     attending = [
         module
         for module in transformer.modules()
         if _is_attention(module) and not any(map(_is_attention, list(module.modules())[1:]))
     ]
     for layer, module in enumerate(attending):
+        # Most models set it, but DistilBERT doesn't, and ALBERT shares one module between all
+        # layers.
         if getattr(module, "layer_idx", None) is None:
             module.layer_idx = layer  # type: ignore[assignment]
 

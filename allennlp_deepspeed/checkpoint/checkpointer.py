@@ -391,9 +391,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         )
 
     def _vocabulary(self) -> Dict[str, str]:
-        """
-        Returns the checksums of the vocabulary. They are computed once, because it doesn't change.
-        """
+        # Computed once, because the vocabulary doesn't change.
         if self._checksums_of_vocabulary is None:
             self._checksums_of_vocabulary = vocabulary_files.checksums(self._serialization_dir)
         return self._checksums_of_vocabulary
@@ -404,9 +402,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         called on every rank, because each may see another directory.
         """
         problem = vocabulary_files.difference(self._serialization_dir, record.vocabulary, path)
-        problems = list(
-            dict.fromkeys(p for p in collectives.all_gather_object(problem) if p is not None)
-        )
+        problems = collectives.gather_problems(problem)
         if problems:
             raise CheckpointError("\n".join(problems))
 
@@ -655,12 +651,10 @@ def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
 
 
 def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:
-    """
-    Converts the number of completed steps to the same position in the epoch if the number of
-    instances per step has changed. It is rounded down, so that no instance is skipped.
-    """
+    """Converts the number of completed steps if the number of instances per step has changed."""
     progress = trainer_state["progress"]
     before = progress["batches_in_epoch_completed"]
+    # Rounded down, so that no instance is skipped.
     now = before * trainer_state["instances_per_step"] // instances_per_step
     progress["batches_in_epoch_completed"] = now
     if now != before:

@@ -296,10 +296,6 @@ def _is_file_record(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and _is_text(value[1])
 
 
-def _is_frozen_record(value: Any) -> bool:
-    return _are_texts(value) and len(value) == 2 and FrozenRecord(*value).is_valid
-
-
 def _maps_to(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Returns a check for a mapping from names to values that pass `check`."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
@@ -313,7 +309,9 @@ _CHECKS: Dict[str, Callable[[Any], bool]] = {
     "parameters": _maps_to(_is_shape),
     "files": lambda value: _maps_to(_is_file_record)(value) and all(map(_is_file_name, value)),
     "versions": _maps_to(_is_text),
-    "frozen": _maps_to(_is_frozen_record),
+    "frozen": _maps_to(
+        lambda value: _are_texts(value) and len(value) == 2 and FrozenRecord(*value).is_valid
+    ),
     "hosts": _are_texts,
     "ranks": _is_shape,
     "id": _is_text,

@@ -61,7 +61,13 @@ def load(engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Colle
         # Partitions the parameters that stage 3 has gathered persistently, until
         # `update_parameters`.
         engine.optimizer.checkpoint_event_prologue()
-    _load_unsharded(engine, checkpoint, excluded)
+    # What the optimizer doesn't have: frozen parameters, buffers and extra states.
+    # As for the same world size: at stage 3 the parameters in it are empty.
+    engine.load_module_state_dict({"module": checkpoint.module}, strict=not excluded)
+    for name, parameter in engine.module.named_parameters():
+        if name in checkpoint.frozen and internals.is_sharded(parameter):
+            fragment = local_partition(parameter)
+            fragment.write(fragment.master.data, checkpoint.frozen_weight(name))
     shards.update_parameters()
     for name, value in checkpoint.counters.items():
         setattr(engine, name, value)
@@ -115,25 +121,11 @@ def _load_optimizer(
 
 
 def _shard_state(shards: Shards, index: int, checkpoint: ShardedCheckpoint) -> Dict[str, Any]:
-    """
-    Returns the optimizer state of a master weight. Its scalars are those of the first parameter in
-    it.
-    """
+    """Returns the optimizer state of a master weight."""
+    # Its scalars are those of the first parameter in it.
     parameter = shards.names[shards.parameters_of_masters[index][0]]
     values = checkpoint.scalars(parameter)
     for key in checkpoint.state_names(parameter):
         values[key] = torch.zeros_like(shards.masters[index], requires_grad=False)
         _fill(values[key], shards, index, partial(checkpoint.state, key))
     return values
-
-
-def _load_unsharded(
-    engine: DeepSpeedEngine, checkpoint: ShardedCheckpoint, excluded: Collection[str]
-) -> None:
-    """Loads what the optimizer doesn't have: frozen parameters, buffers and extra states."""
-    # As for the same world size: at stage 3 the parameters in it are empty.
-    engine.load_module_state_dict({"module": checkpoint.module}, strict=not excluded)
-    for name, parameter in engine.module.named_parameters():
-        if name in checkpoint.frozen and internals.is_sharded(parameter):
-            fragment = local_partition(parameter)
-            fragment.write(fragment.master.data, checkpoint.frozen_weight(name))

@@ -203,9 +203,7 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
             f"{path} has {record.description()}, but {noun} {', '.join(map(str, here))} of "
             f"{world_size} {verb} resuming on {directories.host_names(here)}"
         )
-    problems = list(
-        dict.fromkeys(p for p in collectives.all_gather_object(problem) if p is not None)
-    )
+    problems = collectives.gather_problems(problem)
     if problems:
         raise CheckpointError(f"{'; '.join(problems)}. {_ADVICE}")
 

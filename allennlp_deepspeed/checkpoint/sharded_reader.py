@@ -381,15 +381,14 @@ def _rank(path: str) -> int:
 
 
 def _canonical_names(module: Dict[str, Any], buffers: List[str]) -> Dict[str, str]:
-    """
-    Maps each name of each parameter to its first name. A tied parameter has one storage under all
-    its names, also at stage 3, where it is empty.
-    """
+    """Maps each name of each parameter to its first name."""
     first: Dict[Any, str] = {}
     names = {}
     for name, value in module.items():
         is_extra_state = name.rpartition(".")[2] == "_extra_state"
         if isinstance(value, torch.Tensor) and name not in buffers and not is_extra_state:
+            # A tied parameter has one storage under all its names, also at stage 3, where it is
+            # empty.
             identity = (value.untyped_storage()._cdata, value.storage_offset(), value.shape)
             names[name] = first.setdefault(identity, name)
     return names

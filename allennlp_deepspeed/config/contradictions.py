@@ -11,7 +11,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import TrainerSettings
-from allennlp_deepspeed.config.torch_compile_settings import KEY as TORCH_COMPILE
+from allennlp_deepspeed.config.structured_keys import TORCH_COMPILE
 from allennlp_deepspeed.config.unset_values import configured_value
 from allennlp_deepspeed.deepspeed_api import (
     DeepSpeedConfigError,

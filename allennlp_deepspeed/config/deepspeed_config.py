@@ -145,13 +145,9 @@ class DeepSpeedConfig(Registrable):
             checked before the two sides are compared.
         """
         errors = ConfigErrors()
-        self.check_schema(errors)
+        validate(self.config, errors)
         errors.raise_any()
         return config_resolution.resolve(self.config, settings)
-
-    def check_schema(self, errors: ConfigErrors) -> None:
-        """Adds the errors that don't depend on the AllenNLP side to `errors`."""
-        validate(self.config, errors)
 
     def partitioning(self, settings: TrainerSettings) -> Dict[str, Any]:
         """

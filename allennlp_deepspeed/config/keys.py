@@ -90,11 +90,9 @@ def explain(error: Any, value: Any) -> Tuple[List[str], str]:
 
 
 def _keys_in(value: Any, location: Tuple[Any, ...]) -> Iterator[str]:
-    """
-    Yields the keys of a location that exist in a value. The names of types, which pydantic adds,
-    are left out.
-    """
+    """Yields the keys of a location that exist in a value."""
     for key in location:
+        # Not the names of types, which pydantic adds.
         is_index = isinstance(value, list) and isinstance(key, int)
         if is_index or (isinstance(value, dict) and key in value):
             yield str(key)

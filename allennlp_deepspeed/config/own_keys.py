@@ -14,10 +14,12 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from allennlp_deepspeed.config.grad_cache_settings import GradCacheSettings
 from allennlp_deepspeed.config.keys import FORMER_KEYS, OBJECT, Key
-from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
-from allennlp_deepspeed.config.torch_compile_settings import TorchCompile
+from allennlp_deepspeed.config.structured_keys import (
+    GradCacheSettings,
+    SequenceTiling,
+    TorchCompile,
+)
 
 
 def _check_patterns(name: str, patterns: Any) -> None:

@@ -76,11 +76,9 @@ def _check_dtype(
 
 
 def _check_multi(precision: str, settings: TrainerSettings, stage: int) -> None:
-    """
-    Refuses the optimizer "multi" in half precision at stage 0. Other checks refuse it at the other
-    stages.
-    """
+    """Refuses the optimizer "multi" in half precision at stage 0."""
     is_multi = settings.optimizer in ("multi", "MultiOptimizer")
+    # Other checks refuse it at the other stages.
     if precision in ("bf16", "fp16") and stage == 0 and is_multi:
         raise ConfigurationError(
             "'trainer.optimizer' is \"multi\", whose inner optimizers would update the original "

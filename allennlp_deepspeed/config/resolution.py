@@ -35,7 +35,7 @@ from allennlp_deepspeed.config.precision import resolve_precision
 from allennlp_deepspeed.config.schema import scheduler_parameters
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT, lookup
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
-from allennlp_deepspeed.config.torch_compile_settings import torch_compile_settings
+from allennlp_deepspeed.config.structured_keys import torch_compile_settings
 from allennlp_deepspeed.config.unset_values import (
     DEFAULT,
     STAGE,
@@ -329,10 +329,8 @@ def _resolve_scheduler(
 
 
 def _params(section: Dict[str, Any]) -> Dict[str, Any]:
-    """
-    Returns the parameters of an optimizer or a scheduler. If they are "auto" or null, all are
-    unset.
-    """
+    """Returns the parameters of an optimizer or a scheduler."""
+    # "auto" and null leave all unset.
     if "params" in section and not isinstance(section["params"], dict):
         section["params"] = {}
     return section.get("params", {})

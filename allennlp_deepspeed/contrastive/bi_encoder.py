@@ -176,7 +176,13 @@ class BiEncoder(ContrastiveModel):
             representations["document"] = document_encoder(document)
         if negatives is not None:
             num_lists, num_texts, _ = get_text_field_mask(negatives, num_wrapping_dims=1).shape
-            encoded = document_encoder(_flat_texts(negatives))
+            # From (batch_size, num_texts, ...) to (batch_size * num_texts, num_tokens).
+            encoded = document_encoder(
+                {
+                    indexer: {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
+                    for indexer, tensors in negatives.items()
+                }
+            )
             representations["negatives"] = encoded.view(num_lists, num_texts, -1)
         return representations
 
@@ -370,14 +376,6 @@ def _any_in_group(rows: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return counts.index_add_(1, groups, rows.float()) > 0
 
 
-def _flat_texts(texts: TextFieldTensors) -> TextFieldTensors:
-    """Reshapes (batch_size, num_texts, ...) to (batch_size * num_texts, num_tokens)."""
-    return {
-        indexer: {name: tensor.flatten(0, 1) for name, tensor in tensors.items()}
-        for indexer, tensors in texts.items()
-    }
-
-
 class TextEncoder(torch.nn.Module):
     """
     Encodes one side of a bi-encoder: a vector for each text.
@@ -440,10 +438,8 @@ class TextEncoder(torch.nn.Module):
 
 
 def _mask(texts: TextFieldTensors) -> torch.Tensor:
-    """
-    Returns the mask of shape (num_texts, num_tokens). In texts without tokens, which pad lists, the
-    first position is set, since encoders divide by lengths or take a maximum.
-    """
+    """Returns the mask of shape (num_texts, num_tokens)."""
     mask = get_text_field_mask(texts).clone()  # the mask may be the indexer's own tensor
+    # Texts without tokens pad lists, and encoders divide by lengths or take a maximum.
     mask[:, 0] |= ~mask.any(dim=-1)
     return mask

@@ -1,3 +1,4 @@
+import operator
 import zlib
 from typing import List
 
@@ -67,7 +68,9 @@ class BufferBroadcast:
 
     def _check_same_on_all_ranks(self, buffers: List[torch.Tensor]) -> None:
         checksum = self._checksum
-        are_same = len(buffers) == len(self._buffers) and all(map(_is, buffers, self._buffers))
+        are_same = len(buffers) == len(self._buffers) and all(
+            map(operator.is_, buffers, self._buffers)
+        )
         if not are_same:
             checksum = _checksum(self._model)
             self._has_views = any(
@@ -92,15 +95,10 @@ class BufferBroadcast:
         self._buffers, self._checksum = buffers, checksum
 
 
-def _is(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b
-
-
 def _elements(buffer: torch.Tensor) -> torch.Tensor:
-    """
-    Returns each element of a buffer once. PyTorch can't write into a tensor that `expand` has
-    returned, nor a single tensor into itself with other strides, such as those of a slice.
-    """
+    """Returns each element of a buffer once."""
+    # PyTorch can't write into a tensor that `expand` has returned, nor a single tensor into itself
+    # with other strides, such as those of a slice.
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer = buffer.narrow(dim, 0, 1)

@@ -4,7 +4,7 @@ host waits for their results. In a single process, with or without a process gro
 nothing and return its own value.
 """
 
-from typing import Any, List, Sequence, TypeVar
+from typing import Any, List, Optional, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,7 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
-def all_gather_object(value: T) -> List[T]:
+def all_gather_object(value: T, group: Any = None) -> List[T]:
     """
     Returns the values of all ranks, by rank, with one all-gather of their lengths and one of their
     contents. Every rank must call it.
@@ -135,11 +135,45 @@ def all_gather_object(value: T) -> List[T]:
 
     value : `T`
         Anything that can be pickled.
+    group : `ProcessGroup`, optional (default = `None`)
+        A group of all ranks with another timeout than the default group.
     """
     values: List[Any] = [value] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_problems(problem: Optional[str], group: Any = None) -> List[str]:
+    """
+    Returns the distinct problems of all ranks, in their order, so that each rank raises the same
+    error if any rank has one. Every rank must call it.
+
+    # Parameters
+
+    problem : `Optional[str]`
+        The problem of this rank, if it has one.
+    group : `ProcessGroup`, optional (default = `None`)
+        As for `all_gather_object`.
+    """
+    return list(dict.fromkeys(p for p in all_gather_object(problem, group) if p is not None))
+
+
+def is_same_on_all_ranks(checksum: int, device: torch.device) -> bool:
+    """
+    Returns whether all ranks have the same checksum, with one all-reduce. Every rank must call it.
+
+    # Parameters
+
+    checksum : `int`
+        At most 53 bits, which float64 represents.
+    device : `torch.device`
+        The device that the process group communicates on.
+    """
+    # The maximum, and the negative of the minimum.
+    own = float(checksum)
+    largest, negative = all_reduce_max([own, -own], device, torch.float64)
+    return largest == -negative
 
 
 def _all_reduce(

@@ -13,7 +13,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
 
-from allennlp_deepspeed.config.torch_compile_settings import DEFAULT_BACKEND, KEY
+from allennlp_deepspeed.config.structured_keys import DEFAULT_BACKEND, TORCH_COMPILE
 from allennlp_deepspeed.deepspeed_api import z3_leaf_module
 from allennlp_deepspeed.engine.activation_checkpointing import is_recomputed
 
@@ -89,10 +89,10 @@ class Compiler:
         modules = _leaf_modules(model)
         if not modules:
             raise ConfigurationError(
-                f"'{KEY}' is set, but there is nothing to compile: at ZeRO stage 3 these are the "
-                "modules in 'trainer.deepspeed_config.zero_optimization.leaf_module', and the "
-                "model has none, except modules with activation checkpointing. Add classes to "
-                f"'leaf_module', or remove '{KEY}'."
+                f"'{TORCH_COMPILE}' is set, but there is nothing to compile: at ZeRO stage 3 these "
+                "are the modules in 'trainer.deepspeed_config.zero_optimization.leaf_module', and "
+                "the model has none, except modules with activation checkpointing. Add classes to "
+                f"'leaf_module', or remove '{TORCH_COMPILE}'."
             )
         logger.info("Compiled: %s", ", ".join(modules))
         with ExitStack() as undo:
@@ -125,7 +125,7 @@ def explain_errors_at_stage_3(model: torch.nn.Module) -> Iterator[None]:
             "ZeRO stage 3. Hooks gather the parameters of a module when it is called: call modules "
             "in compiled code instead of reading their weights, and don't compile with "
             "`fullgraph`. Or remove `torch.compile` from the model, and write "
-            f"'{KEY}' with the modules to compile in "
+            f"'{TORCH_COMPILE}' with the modules to compile in "
             "'trainer.deepspeed_config.zero_optimization.leaf_module'."
         ) from error
 
@@ -159,15 +159,13 @@ def _leaf_modules(model: torch.nn.Module) -> Dict[str, torch.nn.Module]:
 
 
 def _with_own_code(function: Callable) -> Callable:
-    """
-    Wraps a function in one with its own code object. PyTorch caches compiled code by code object,
-    and gives up at the eighth compilation of one: the layers of a transformer, and the models of a
-    process, must not count as one.
-    """
+    """Wraps a function in one with its own code object."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    # PyTorch caches compiled code by code object, and gives up at the eighth compilation of one:
+    # the layers of a transformer, and the models of a process, must not count as one.
     code: CodeType = call.__code__.replace()
     return FunctionType(code, call.__globals__, "forward", None, call.__closure__)
 

@@ -60,17 +60,6 @@ def keep_adagrad(engine: DeepSpeedEngine) -> None:
         state["sum"] = state["sum"].to(weight.device)
 
 
-def allow_plain_backward(engine: DeepSpeedEngine) -> None:
-    """
-    Lets an engine at stage 0 without a loss scale accept `loss.backward()` too. DeepSpeed's own
-    hooks don't run there, but the trainer calls the reduction itself, and no other work is needed.
-
-    Works around DeepSpeed 0.19.8: `loss.backward()` is refused at stage 0, but not at stages 1 to
-    3. Gone when it isn't.
-    """
-    internals.allow_plain_backward(engine)
-
-
 def destroy(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
     """
     Destroys an engine and removes the state that it leaves in the process and on disk. Not a

@@ -401,7 +401,7 @@ FEATURES: Tuple[Feature, ...] = (
     Feature("memory of the snapshot", _forget_values),
     Feature(
         "backward pass of a loss",
-        lambda s: engine_workarounds.allow_plain_backward(s.initialized),
+        lambda s: internals.allow_plain_backward(s.initialized),
         lambda s: s.stage == 0 and s.config.precision != "fp16",
     ),
     Feature("fixed parameter groups", _refuse_groups, _with_shards),

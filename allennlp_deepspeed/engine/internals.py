@@ -168,7 +168,13 @@ def gradient_accumulation_dtype(optimizer: Any) -> torch.dtype:
 
 
 def allow_plain_backward(engine: DeepSpeedEngine) -> None:
-    """Lets an engine at stage 0 accept `loss.backward()`."""
+    """
+    Lets an engine at stage 0 without a loss scale accept `loss.backward()` too. DeepSpeed's own
+    hooks don't run there, but the trainer calls the reduction itself, and no other work is needed.
+
+    Works around DeepSpeed 0.19.8: `loss.backward()` is refused at stage 0, but not at stages 1 to
+    3. Gone when it isn't.
+    """
     _set(engine, "_support_torch_style_backward", True)
 
 

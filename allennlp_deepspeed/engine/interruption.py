@@ -60,23 +60,24 @@ class TrainingInterruption:
 
     def __init__(self, is_worker: bool) -> None:
         self._is_worker = is_worker
-        self._previous_handlers: Dict[int, Any] = {}
+        self.previous_handlers: Dict[int, Any] = {}
+        """The handlers that are restored at exit, by signal."""
         self.count = 0
         """Number of received signals."""
         self.signal_number = 0
         """The received signal: SIGTERM if both have been received, 0 if none."""
 
     def __enter__(self) -> "TrainingInterruption":
-        global _handlers_before_training
+        global _current
         self.count = 0
         self.signal_number = 0
         if threading.current_thread() is threading.main_thread():
             for signal_number in _SIGNALS:
                 handler = signal.getsignal(signal_number)
                 if handler not in (None, signal.SIG_IGN):
-                    self._previous_handlers[signal_number] = handler
+                    self.previous_handlers[signal_number] = handler
                     signal.signal(signal_number, self._handle)
-        _handlers_before_training = dict(self._previous_handlers)
+        _current = self
         return self
 
     def __exit__(
@@ -85,13 +86,13 @@ class TrainingInterruption:
         error: Optional[BaseException],
         traceback: Optional[TracebackType],
     ) -> None:
-        global _handlers_before_training
-        _handlers_before_training = None
+        global _current
+        _current = None
         if self._is_worker and isinstance(error, TrainingInterrupted):
             return
-        for signal_number, handler in self._previous_handlers.items():
+        for signal_number, handler in self.previous_handlers.items():
             signal.signal(signal_number, handler)
-        self._previous_handlers.clear()
+        self.previous_handlers.clear()
         if error is None and self.signal_number and not self._is_worker:
             # It was received after the last check.
             os.kill(os.getpid(), self.signal_number)
@@ -127,13 +128,12 @@ def interrupted(signal_number: int, where: str) -> BaseException:
     return TrainingInterrupted(message, signal_number)
 
 
-# The previous handlers, while this process, or the one that it was forked from, is in a
-# `TrainingInterruption`.
-_handlers_before_training: Optional[Dict[int, Any]] = None
+# The one that this process, or the one that it was forked from, is in.
+_current: Optional[TrainingInterruption] = None
 
 
 def _settle_signals_of_fork() -> None:
-    if _handlers_before_training is None:
+    if _current is None:
         return
     # Without `sigwaitinfo`, on macOS, the sender of a signal is unknown.
     if hasattr(signal, "sigwaitinfo") and _is_forked_by_multiprocessing(sys._getframe(1)):
@@ -142,7 +142,7 @@ def _settle_signals_of_fork() -> None:
     else:
         # It may become another program, as after a `preexec_fn`: that program would inherit blocked
         # or ignored signals.
-        for signal_number, handler in _handlers_before_training.items():
+        for signal_number, handler in _current.previous_handlers.items():
             signal.signal(signal_number, handler)
 
 

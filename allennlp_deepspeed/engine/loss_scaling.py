@@ -159,7 +159,7 @@ def refuse_other_steps(engine: DeepSpeedEngine) -> Iterator[None]:
         hook.remove()
 
 
-def step(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> bool:
+def step_engine(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> bool:
     """
     Runs the optimizer step unless a gradient has overflowed. Every rank must call it.
 

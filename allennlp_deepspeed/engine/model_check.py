@@ -110,12 +110,10 @@ def has_max_norm(module: torch.nn.Module) -> bool:
 
 
 def _attribute(module: torch.nn.Module, name: str) -> Any:
-    """
-    Returns an attribute of the module itself, or `None`. It doesn't evaluate properties: a
-    parametrization's may change buffers.
-    """
+    """Returns an attribute of the module itself, or `None`."""
     if isinstance(module, torch.jit.ScriptModule):
         return getattr(module, name, None)
+    # Not by `getattr`: the property of a parametrization may change buffers.
     return vars(module).get(name)
 
 

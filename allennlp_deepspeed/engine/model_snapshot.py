@@ -159,15 +159,12 @@ class ModelSnapshot:
             vars(parameter).clear()
             vars(parameter).update(attributes)
         if self._optimizer is not None:
-            self._restore_optimizer(self._optimizer)
+            for group, parameters in self._groups:
+                group["params"] = parameters
+            self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+            self._optimizer.state.clear()
+            self._optimizer.state.update(self._states)
         self._values, self._states = {}, {}
-
-    def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        for group, parameters in self._groups:
-            group["params"] = parameters
-        optimizer.param_groups[:] = [group for group, _ in self._groups]
-        optimizer.state.clear()
-        optimizer.state.update(self._states)
 
 
 def _hooks_of(model: torch.nn.Module) -> List[Dict[int, Any]]:

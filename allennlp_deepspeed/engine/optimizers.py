@@ -91,17 +91,13 @@ class CPUOptimizer(DeepSpeedOptimizer):
             )
 
 
-@Optimizer.register("fused_adam")
-class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
-    """
-    Adam with one kernel for many tensors, on GPUs and on the CPU. The numbers are those of "adam".
+class AdamOptimizer(DeepSpeedOptimizer):
+    """Base class of DeepSpeed's Adam and AdamW, which constructs them."""
 
-    Registered as an `Optimizer` with name "fused_adam".
-    """
-
-    cpu_alternative: ClassVar[str] = "cpu_adam"
     is_adamw: ClassVar[bool] = False
     default_weight_decay: ClassVar[float] = 0.0
+    adamw_argument: ClassVar[str]
+    """DeepSpeed's argument for `is_adamw`."""
 
     def __init__(
         self,
@@ -113,16 +109,28 @@ class FusedAdamOptimizer(FusedOptimizer, FusedAdam):
         weight_decay: Optional[float] = None,
         bias_correction: bool = True,
     ) -> None:
-        FusedAdam.__init__(
-            self,
-            params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=self.default_weight_decay if weight_decay is None else weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=self.is_adamw,
-        )
+        settings: Dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": self.default_weight_decay if weight_decay is None else weight_decay,
+            "bias_correction": bias_correction,
+            self.adamw_argument: self.is_adamw,
+        }
+        # DeepSpeed's constructor.
+        super().__init__(make_parameter_groups(model_parameters, parameter_groups), **settings)
+
+
+@Optimizer.register("fused_adam")
+class FusedAdamOptimizer(AdamOptimizer, FusedOptimizer, FusedAdam):
+    """
+    Adam with one kernel for many tensors, on GPUs and on the CPU. The numbers are those of "adam".
+
+    Registered as an `Optimizer` with name "fused_adam".
+    """
+
+    cpu_alternative: ClassVar[str] = "cpu_adam"
+    adamw_argument: ClassVar[str] = "adam_w_mode"
 
 
 @Optimizer.register("fused_adamw")
@@ -140,7 +148,7 @@ class FusedAdamWOptimizer(FusedAdamOptimizer):
 
 
 @Optimizer.register("cpu_adam")
-class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
+class CPUAdamOptimizer(AdamOptimizer, CPUOptimizer, DeepSpeedCPUAdam):
     """
     Adam with vector instructions and all cores, for weights in CPU memory. The numbers are those of
     "adam", which it replaces automatically if optimizer states are offloaded.
@@ -149,29 +157,7 @@ class CPUAdamOptimizer(CPUOptimizer, DeepSpeedCPUAdam):
     """
 
     gpu_alternative: ClassVar[str] = "fused_adam"
-    is_adamw: ClassVar[bool] = False
-    default_weight_decay: ClassVar[float] = 0.0
-
-    def __init__(
-        self,
-        model_parameters: List[Tuple[str, torch.nn.Parameter]],
-        parameter_groups: List[Tuple[List[str], Dict[str, Any]]] = None,
-        lr: float = 0.001,
-        betas: Tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: Optional[float] = None,
-        bias_correction: bool = True,
-    ) -> None:
-        DeepSpeedCPUAdam.__init__(
-            self,
-            model_params=make_parameter_groups(model_parameters, parameter_groups),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=self.default_weight_decay if weight_decay is None else weight_decay,
-            bias_correction=bias_correction,
-            adamw_mode=self.is_adamw,
-        )
+    adamw_argument: ClassVar[str] = "adamw_mode"
 
 
 @Optimizer.register("cpu_adamw")

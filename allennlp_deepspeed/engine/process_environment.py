@@ -95,12 +95,20 @@ def _set_up_environment(device: torch.device, local_rank: int) -> Iterator[None]
             names = network_interfaces.VARIABLES
             undo.callback(_restore_environment, {n: os.environ.get(n) for n in names})
             network_interfaces.select_loopback()
-            _init_single_process_group(device)
+            # Its store is in memory, so that it needs no port.
+            dist.init_process_group(
+                backend="gloo" if device.type == "cpu" else "nccl",
+                store=dist.HashStore(),
+                rank=0,
+                world_size=1,
+            )
             undo.callback(_destroy_process_group)
             undo.enter_context(as_single_process())
         undo.enter_context(parameter_layout.support_any_layout())
         undo.callback(_restore_environment, {n: os.environ.get(n) for n in _LAUNCHER_VARIABLES})
-        _set_launcher_variables(device, local_rank)
+        # `LOCAL_RANK` is the device's index, which DeepSpeed reads it as.
+        values = (dist.get_rank(), device_index(device, local_rank), dist.get_world_size())
+        os.environ.update(dict(zip(_LAUNCHER_VARIABLES, map(str, values))))
         undo.enter_context(_restore_global_state())
         yield
 
@@ -182,32 +190,8 @@ def _skip_shared_memory_all_reduce() -> None:
     internals.disable_shared_memory_all_reduce(backend)
 
 
-def _init_single_process_group(device: torch.device) -> None:
-    """
-    Initializes a process group of one process, which DeepSpeed needs. Its store is in memory, so
-    that it needs no port.
-    """
-    dist.init_process_group(
-        backend="gloo" if device.type == "cpu" else "nccl",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-    )
-
-
 def device_index(device: torch.device, local_rank: int) -> int:
     return local_rank if device.index is None else device.index
-
-
-def _set_launcher_variables(device: torch.device, local_rank: int) -> None:
-    """
-    Sets what DeepSpeed expects from its launcher.
-
-    `LOCAL_RANK` is the device's index: this is what DeepSpeed reads it for, and `"cuda_devices"`
-    may start at any.
-    """
-    values = (dist.get_rank(), device_index(device, local_rank), dist.get_world_size())
-    os.environ.update(dict(zip(_LAUNCHER_VARIABLES, map(str, values))))
 
 
 def _restore_environment(values: Dict[str, Optional[str]]) -> None:

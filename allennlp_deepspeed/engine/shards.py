@@ -96,10 +96,14 @@ class Shards:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._optimizer: Any = engine.optimizer
         self._is_partitioned = engine.zero_optimization_partition_weights()
-        self._steps_parameters = engine.optimizer is engine.basic_optimizer
+        self.steps_parameters = engine.optimizer is engine.basic_optimizer
+        """Whether the optimizer updates the model's parameters themselves."""
         now = {p: name for name, p in engine.module.named_parameters()}
         self.names: Dict[torch.nn.Parameter, str] = {**now, **engine.param_names}
-        self._is_sharded = self._is_partitioned or hasattr(engine.optimizer, "update_lp_params")
+        self.shards_optimizer = self._is_partitioned or hasattr(
+            engine.optimizer, "update_lp_params"
+        )
+        """Whether the optimizer updates shards: at stages 1, 2 and 3."""
         param_groups = [group["params"] for group in engine.basic_optimizer.param_groups]
         if self._is_partitioned:
             self._find_sub_groups(len(param_groups))
@@ -142,23 +146,13 @@ class Shards:
             if self._is_partitioned:
                 position = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
                 self.fragments[parameter] = _partition(parameter, master, *position[1:])
-            elif not self._is_sharded:
+            elif not self.shards_optimizer:
                 self.fragments[parameter] = Fragment(master, start, 0, parameter.numel())
                 start += parameter.numel()
             elif (mapping := internals.fragment_mapping(parameter)) is not None:
                 here = mapping.hp_fragment_address
                 offset = mapping.lp_fragment_address.start
                 self.fragments[parameter] = Fragment(master, here.start, offset, here.numel)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Returns whether the optimizer updates shards: at stages 1, 2 and 3."""
-        return self._is_sharded
-
-    @property
-    def steps_parameters(self) -> bool:
-        """Returns whether the optimizer updates the model's parameters themselves."""
-        return self._steps_parameters
 
     @property
     def names_of_groups(self) -> List[List[str]]:
@@ -240,7 +234,7 @@ class Shards:
         def step_as_part(index: int) -> None:
             if index == 0:
                 steps.start()
-            steps.step(groups[index], partial(step_group, index))
+            steps.step_part(groups[index], partial(step_group, index))
             if index == len(self.masters) - 1:
                 steps.finish()
 
@@ -255,9 +249,9 @@ class Shards:
                 with self.in_memory(index):
                     internals.copy_master_weights_to_model(self._optimizer, index)
             self._optimizer.checkpoint_event_epilogue()  # and gathers them again
-        elif self._is_sharded:
+        elif self.shards_optimizer:
             self._optimizer.update_lp_params()
-        elif not self._steps_parameters:
+        elif not self.steps_parameters:
             for parameter, fragment in self.fragments.items():
                 full = fragment.in_master(fragment.master.detach())
                 parameter.data.copy_(full.view(parameter.shape))
@@ -275,7 +269,8 @@ def local_partition(parameter: torch.nn.Parameter) -> Fragment:
 
 
 def _partition(parameter: Any, tensor: torch.Tensor, start: int, length: int) -> Fragment:
-    """Returns a rank's part. All parts have the same length, and the last may end in padding."""
+    """Returns a rank's part."""
+    # All parts have the same length, and the last may end in padding.
     numel = full_shape(parameter).numel()
     offset = min(dist.get_rank(parameter.ds_process_group) * length, numel)
     size = min(length, numel - offset)

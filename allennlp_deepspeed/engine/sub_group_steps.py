@@ -36,10 +36,12 @@ class SubGroupSteps:
         self._before = [_values(group) for group in self._optimizer.param_groups]
         self._after = {}
         self._attributes = {
-            name: value for name, value in vars(self._optimizer).items() if _is_number(value)
+            name: value
+            for name, value in vars(self._optimizer).items()
+            if isinstance(value, (int, float))
         }
 
-    def step(self, group: int, step: Callable[[], None]) -> None:
+    def step_part(self, group: int, step: Callable[[], None]) -> None:
         """
         # Parameters
 
@@ -73,7 +75,3 @@ def _set_values(group: Values, values: Values) -> None:
     for name in group.keys() - values.keys() - {"params"}:
         del group[name]
     group.update(_values(values))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))

@@ -89,7 +89,7 @@ class WeightChangeDetector:
                     self._found = self._found or name
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def compare_during_passes(self) -> Iterator[None]:
         """
         Context manager for the forward and backward passes of a step. If a check is due, it calls
         `check`, and stage 3 compares each parameter when it first releases it: what a forward pass

@@ -149,7 +149,7 @@ def full_parameter(parameter: torch.nn.Parameter, shards: Shards) -> torch.Tenso
     model or the optimizer: copy it to preserve it.
     """
     fragment = shards.fragments.get(parameter)
-    if fragment is not None and not shards.is_sharded:
+    if fragment is not None and not shards.shards_optimizer:
         return fragment.in_master(fragment.master.detach()).view(parameter.shape)
     if parameter in shards.trained:
         full = safe_get_full_fp32_param(parameter)

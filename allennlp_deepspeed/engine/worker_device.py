@@ -97,11 +97,9 @@ def capabilities(device: torch.device) -> Dict[str, Any]:
 
 
 def _computes_in_bf16(device: torch.device) -> bool:
-    """
-    Returns whether the device computes in bf16. A GPU without bf16 can still store it and emulate
-    operations.
-    """
+    """Returns whether the device computes in bf16."""
     if device.type == "cpu":
         return True
     with torch.cuda.device(device):  # the device that PyTorch checks
+        # A GPU without bf16 can still store it and emulate operations.
         return torch.cuda.is_bf16_supported(including_emulation=False)

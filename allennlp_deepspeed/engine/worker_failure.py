@@ -127,18 +127,9 @@ class Failure:
         return f"Rank {self.rank} on {self.host} failed:\n{self.traceback.rstrip()}{where}"
 
 
-_explanation: Optional[Callable[[BaseException], Optional[str]]] = None
-_log_to_files: Optional[Callable[[BaseException], List[str]]] = None
-_store: Optional[dist.Store] = None
-_reported: Optional[Failure] = None
-
-
-def start_reporting(
-    explanation: Callable[[BaseException], Optional[str]],
-    log_to_files: Callable[[BaseException], List[str]],
-) -> None:
+class FailureReporter:
     """
-    Makes this process a worker that reports its failures.
+    Reports the failures of a worker, from its start to the end of its process.
 
     # Parameters
 
@@ -148,15 +139,98 @@ def start_reporting(
     log_to_files : `Callable[[BaseException], List[str]]`, required.
         Writes the traceback of an error into log files, and returns their paths.
     """
-    global _explanation, _log_to_files, _store, _reported
-    _explanation, _log_to_files = explanation, log_to_files
-    _store = _reported = None
+
+    def __init__(
+        self,
+        explanation: Callable[[BaseException], Optional[str]],
+        log_to_files: Callable[[BaseException], List[str]],
+    ) -> None:
+        self._explanation = explanation
+        self._log_to_files = log_to_files
+        self._reported: Optional[Failure] = None
+        self.store: Optional[dist.Store] = None
+        """The store through which the ranks learn of each other's failures."""
+
+    def report(self, error: BaseException, step: Optional[int]) -> Failure:
+        """Reports the first error. Returns the failure that was reported first."""
+        if self._reported is not None and not self._reported.is_agreed:
+            return self._reported
+        failure = self._describe(error, step)
+        if self._reported is not None and failure.is_consequence:
+            # It is a consequence of ranks that have exited first.
+            return self._reported
+        if self._reported is None or not failure.is_agreed:
+            self._reported = failure
+        if not failure.is_agreed:
+            faulthandler.dump_traceback_later(SECONDS_TO_EXIT, exit=True)
+        if failure.is_consequence:
+            self._reported = failure = self._wait_for_cause(failure)
+        elif not failure.is_agreed and self.store is not None:
+            with suppress(Exception):
+                self.store.compare_set(_KEY, "", json.dumps(asdict(failure)))
+        _write(failure)
+        return failure
+
+    def _describe(self, error: BaseException, step: Optional[int]) -> Failure:
+        is_agreed = isinstance(error, TrainingInterrupted)
+        message = str(error) if is_agreed else f"{type(error).__name__}: {error}"
+        consequences = (dist.DistNetworkError, PeerFailed, RendezvousError)
+        is_consequence = isinstance(error, consequences) or (
+            isinstance(error, RuntimeError) and re.search(_CONNECTION_LOST, str(error)) is not None
+        )
+        log_files = [] if is_agreed else self._log_to_files(error)
+        return Failure(
+            rank=int(os.environ["RANK"]),
+            host=socket.gethostname(),
+            message=message,
+            traceback=_describe_consequence(error) if is_consequence else user_traceback(error),
+            explanation=self._explanation(error),
+            log_file=next(iter(log_files), None),
+            step=step,
+            is_agreed=is_agreed,
+            is_consequence=is_consequence,
+            is_of_all_ranks=isinstance(error, NotANumberError),
+        )
+
+    def _wait_for_cause(self, consequence: Failure) -> Failure:
+        """
+        Returns the failure that another rank reports in the meantime, or else this one. A killed
+        rank reports none.
+        """
+        # The agent ends this process when it detects the first failure on this node.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        deadline = time.monotonic() + _SECONDS_FOR_CAUSE
+        while time.monotonic() < deadline:
+            with suppress(Exception):
+                if self.store is not None and self.store.check([_KEY]):
+                    cause = Failure(**json.loads(self.store.get(_KEY)))
+                    cause.is_consequence = True
+                    return cause
+            time.sleep(_POLL_SECONDS)
+        consequence.explanation = consequence.step = None
+        return consequence
+
+
+# That of this process, `None` if it isn't a worker.
+_reporter: Optional[FailureReporter] = None
+
+
+def start_reporting(
+    explanation: Callable[[BaseException], Optional[str]],
+    log_to_files: Callable[[BaseException], List[str]],
+) -> None:
+    """
+    Makes this process a worker that reports its failures. Parameters are those of
+    `FailureReporter`.
+    """
+    global _reporter
+    _reporter = FailureReporter(explanation, log_to_files)
 
 
 def report_through(store: dist.Store) -> None:
     """Makes this worker report its failures to all ranks that share this store."""
-    global _store
-    _store = store
+    if _reporter is not None:
+        _reporter.store = store
 
 
 def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure]:
@@ -171,24 +245,7 @@ def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure
     `Optional[Failure]`
         The failure that was reported first.
     """
-    global _reported
-    if _log_to_files is None or (_reported is not None and not _reported.is_agreed):
-        return _reported
-    failure = _describe(error, step)
-    if _reported is not None and failure.is_consequence:
-        # It is a consequence of ranks that have exited first.
-        return _reported
-    if _reported is None or not failure.is_agreed:
-        _reported = failure
-    if not failure.is_agreed:
-        faulthandler.dump_traceback_later(SECONDS_TO_EXIT, exit=True)
-    if failure.is_consequence:
-        _reported = failure = _wait_for_cause(failure)
-    elif not failure.is_agreed and _store is not None:
-        with suppress(Exception):
-            _store.compare_set(_KEY, "", json.dumps(asdict(failure)))
-    _write(failure)
-    return failure
+    return None if _reporter is None else _reporter.report(error, step)
 
 
 def has_error_file() -> bool:
@@ -206,47 +263,6 @@ def read(data: Any) -> Optional[Failure]:
         The value of "message" in the error file.
     """
     return Failure(**data["failure"]) if isinstance(data, dict) and "failure" in data else None
-
-
-def _describe(error: BaseException, step: Optional[int]) -> Failure:
-    is_agreed = isinstance(error, TrainingInterrupted)
-    message = str(error) if is_agreed else f"{type(error).__name__}: {error}"
-    consequences = (dist.DistNetworkError, PeerFailed, RendezvousError)
-    is_consequence = isinstance(error, consequences) or (
-        isinstance(error, RuntimeError) and re.search(_CONNECTION_LOST, str(error)) is not None
-    )
-    log_files = [] if is_agreed or _log_to_files is None else _log_to_files(error)
-    return Failure(
-        rank=int(os.environ["RANK"]),
-        host=socket.gethostname(),
-        message=message,
-        traceback=_describe_consequence(error) if is_consequence else user_traceback(error),
-        explanation=None if _explanation is None else _explanation(error),
-        log_file=next(iter(log_files), None),
-        step=step,
-        is_agreed=is_agreed,
-        is_consequence=is_consequence,
-        is_of_all_ranks=isinstance(error, NotANumberError),
-    )
-
-
-def _wait_for_cause(consequence: Failure) -> Failure:
-    """
-    Returns the failure that another rank reports in the meantime, or else this one. A killed rank
-    reports none.
-    """
-    # The agent ends this process when it detects the first failure on this node.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    deadline = time.monotonic() + _SECONDS_FOR_CAUSE
-    while time.monotonic() < deadline:
-        with suppress(Exception):
-            if _store is not None and _store.check([_KEY]):
-                cause = Failure(**json.loads(_store.get(_KEY)))
-                cause.is_consequence = True
-                return cause
-        time.sleep(_POLL_SECONDS)
-    consequence.explanation = consequence.step = None
-    return consequence
 
 
 def _describe_consequence(error: BaseException) -> str:

@@ -258,8 +258,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         Context manager in which errors of compiled code in the model say what it can't do at ZeRO
         stage 3.
         """
-        is_sharded = self.config.zero_stage == 3
-        return explain_errors_at_stage_3(self._plain_model) if is_sharded else nullcontext()
+        if self.config.zero_stage < 3:
+            return nullcontext()
+        return explain_errors_at_stage_3(self._plain_model)
 
     def check_optimizer_states(self) -> None:
         """

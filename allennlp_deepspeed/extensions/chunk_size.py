@@ -114,12 +114,9 @@ def available_for_activations(engine: DeepSpeedEngine) -> int:
 
 
 def _unallocated_state_bytes(engine: DeepSpeedEngine) -> int:
-    """
-    Returns the bytes of optimizer states on this device that the first step will allocate. The
-    estimate is two values for each element, as for Adam, which has the largest states of PyTorch's
-    optimizers.
-    """
+    """Returns the bytes of optimizer states on this device that the first step will allocate."""
     optimizer = engine.basic_optimizer
+    # Two values for each element, as for Adam, which has the largest states of PyTorch's.
     return sum(
         2 * shard.nbytes
         for shard in Shards(engine).masters

@@ -127,7 +127,7 @@ class AutoMicroBatchSize(StepExtension):
         `ConfigurationError`
             If an input doesn't have one row for each instance.
         """
-        (batch,) = group.batches
+        (batch,) = group.micro_batches
         wrong = indivisible_inputs(batch)
         if wrong:
             raise ConfigurationError(
@@ -144,11 +144,12 @@ class AutoMicroBatchSize(StepExtension):
         size = self._known_size(max_instances, length)
         if size is None:
             size = self._search(batch, max_instances, length)
-        num_parts = math.ceil(max_instances / size)
-        own_parts = min(num_parts, num_instances)
-        bounds = split_evenly(num_instances, own_parts) + [(0, 1)] * (num_parts - own_parts)
-        parts = [slice_rows(batch, start, stop) for start, stop in bounds]
-        return BatchGroup(parts, num_parts, num_dummy_batches=num_parts - own_parts)
+        num_micro_batches = math.ceil(max_instances / size)
+        num_dummy_batches = max(num_micro_batches - num_instances, 0)
+        bounds = split_evenly(num_instances, num_micro_batches - num_dummy_batches)
+        bounds += [(0, 1)] * num_dummy_batches
+        micro_batches = [slice_rows(batch, start, stop) for start, stop in bounds]
+        return BatchGroup(micro_batches, num_micro_batches, num_dummy_batches)
 
     @override
     def state_dict(self) -> Optional[Dict[str, Any]]:
@@ -218,15 +219,15 @@ class AutoMicroBatchSize(StepExtension):
         return size
 
     def _announce(self, size: int, is_longest: bool) -> None:
-        num_parts, workers = math.ceil(self._share / size), dist.get_world_size()
-        if num_parts == self._announced_accumulation:
+        num_micro_batches, workers = math.ceil(self._share / size), dist.get_world_size()
+        if num_micro_batches == self._announced_accumulation:
             return
-        self._announced_accumulation = num_parts
+        self._announced_accumulation = num_micro_batches
         announce(
             logger,
             "Micro-batch %d × accumulation %d × workers %d = global batch %d, %s",
-            math.ceil(self._share / num_parts),
-            num_parts,
+            math.ceil(self._share / num_micro_batches),
+            num_micro_batches,
             workers,
             self._share * workers,
             "for examples as long as now" if is_longest else "from now on",

@@ -10,7 +10,7 @@ from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from typing_extensions import override
 
-from allennlp_deepspeed.config.grad_cache_settings import AUTO, GradCacheSettings
+from allennlp_deepspeed.config.structured_keys import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import collectives
@@ -89,7 +89,7 @@ class GradCache(StepExtension):
         self._engine: Any = context.wrapped_model.engine
         self._model: Any = self._engine.module
         self._gradient_synchronizer = context.gradient_synchronizer
-        self._batch_outputs = context.batch_outputs
+        self._forward_prepared = context.forward_prepared
         self._prepare = context.prepare
         self._chunker = Chunker(settings, self._engine, self._encode)
         self._prefetch_traces = PrefetchTraces(self._engine)
@@ -168,7 +168,7 @@ class GradCache(StepExtension):
         if len(chunks) == 1:
             with self._gradient_synchronizer.micro_batch(is_last):
                 with phase(FORWARD):
-                    outputs = self._batch_outputs(batch, True)
+                    outputs = self._forward_prepared(batch)
                 self._backward(self._loss(outputs) / num_accumulation_steps)
             return _without_graph(outputs)
         return self._train_on_chunks(chunks, batch, num_accumulation_steps, is_last)
@@ -260,7 +260,7 @@ class GradCache(StepExtension):
                     "loss_inputs": self._model.loss_inputs(batch),
                 }
                 with phase(FORWARD):
-                    outputs = self._batch_outputs(inputs, True)
+                    outputs = self._forward_prepared(inputs)
             loss = self._loss(outputs) / num_accumulation_steps
             loss.register_hook(scales.append)
             self._backward(loss)

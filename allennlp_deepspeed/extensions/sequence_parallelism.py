@@ -35,7 +35,7 @@ class SequenceParallelism(StepExtension):
     """
 
     def __init__(self, value: int, context: StepContext) -> None:
-        self.workers_per_reader = self._size = value
+        self.ranks_per_batch = self._size = value
         self._model = context.model
         # The checksum of all batches so far, on the data loader's device.
         self._checksum = torch.tensor(0)
@@ -45,9 +45,9 @@ class SequenceParallelism(StepExtension):
         self._attach(context.wrapped_model)
 
     @override
-    def start_step(self, batches: List[TensorDict]) -> None:
+    def receive_micro_batches(self, micro_batches: List[TensorDict]) -> None:
         """Adds batches to the checksum without host synchronization."""
-        for tensor in _tensors(batches):
+        for tensor in _tensors(micro_batches):
             self._checksum = self._checksum * 31 + _checksum(tensor)
 
     @override

@@ -15,7 +15,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 from typing_extensions import override
 
-from allennlp_deepspeed.config.sequence_tiling import SequenceTiling
+from allennlp_deepspeed.config.structured_keys import SequenceTiling
 from allennlp_deepspeed.deepspeed_api import (
     register_external_parameter,
     unregister_external_parameter,

@@ -316,9 +316,10 @@ def _check_heads(size: int, num_heads: int, num_kv_heads: Optional[int]) -> None
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """Yields the types of rotary embeddings. Some models have one for each type of layer."""
+    """Yields the types of rotary embeddings."""
     # It also contains the rope_scaling of a file.
     parameters = getattr(config, "rope_parameters", None) or {}
+    # Some models have one for each type of layer.
     for section in (parameters, *parameters.values()):
         if isinstance(section, dict):
             yield str(section.get("rope_type", "default"))

@@ -44,7 +44,12 @@ def check_attention(
         If a position depends on tokens after it, or on another example.
     """
     with _evaluation_mode(transformer), untraced_pass():
-        ids = _tokens(transformer, device)
+        # Two examples of ordinary tokens. Shape: (1, 2 * _LENGTH)
+        config = transformer.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        vocabulary_size = int(config.vocab_size)
+        places = torch.arange(2 * _LENGTH, device=device)
+        ids = (vocabulary_size // 2 + places)[None] % vocabulary_size
         expected = _states(module, ids, is_packed)
         changed = ids.clone()
         changed[:, -1] = ids[:, 0]
@@ -62,15 +67,6 @@ def check_attention(
                     f"'dataset_reader.pack' is true, but in {type(transformer).__name__} packed "
                     'examples attend to each other: write "pack": false, or use another model.'
                 )
-
-
-def _tokens(transformer: "PreTrainedModel", device: torch.device) -> torch.Tensor:
-    """Returns two examples of ordinary tokens, of shape (1, 2 * _LENGTH)."""
-    config = transformer.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary_size = int(config.vocab_size)
-    places = torch.arange(2 * _LENGTH, device=device)
-    return (vocabulary_size // 2 + places)[None] % vocabulary_size
 
 
 def _states(module: torch.nn.Module, ids: torch.Tensor, is_packed: bool) -> torch.Tensor:

@@ -308,7 +308,8 @@ class CausalLM(TokenLossModel):
 
     def _targets(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns the token after each position, for this rank's part of the sequences."""
-        targets = _next_tokens(labels)
+        # The token after each position.
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         sharing = self.sequence_sharing
         return targets if sharing is None else sharing.shard(targets, IGNORED)
 
@@ -389,11 +390,6 @@ class CausalLM(TokenLossModel):
             assert isinstance(model, CausalLM)
             set_end_tokens(model.transformer, tokenizer)
         return model
-
-
-def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Returns the token after each position, of the same shape."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def _check_causal(transformer: "PreTrainedModel") -> None:

@@ -524,10 +524,8 @@ def _name_and_file(name: Optional[str]) -> Tuple[str, Dict[str, str]]:
 
 
 def _remove_quantization_marks(model: "PreTrainedModel") -> "PreTrainedModel":
-    """
-    Removes the quantization attributes of a model from a GGUF file. Loading dequantizes its
-    weights, but the model and its configuration are still marked as quantized.
-    """
+    """Removes the quantization attributes of a model from a GGUF file."""
+    # Loading dequantizes its weights, but it is still marked as quantized.
     for name in ("is_quantized", "quantization_method", "hf_quantizer"):
         vars(model).pop(name, None)
     vars(model.config).pop("quantization_config", None)

@@ -300,7 +300,7 @@ class _Agent(LocalElasticAgent):
         self._node = node
         self._function, self._args = function, args
         self._id = uuid.uuid4().hex
-        self._training: Optional[str] = None if previous is None else previous._training
+        self._training_id: Optional[str] = None if previous is None else previous._training_id
         self._has_begun: bool = previous is not None and previous._has_begun
         # Of the last start of the workers.
         self._members: List[Member] = []
@@ -407,13 +407,13 @@ class _Agent(LocalElasticAgent):
         self._node_rank = self._exchange_members(worker_group)
         if self._has_begun:
             handler: Any = self._rdzv_handler
-            store = training_store(handler.store, self._training)
+            store = training_store(handler.store, self._training_id)
             for rank in range(self._node.num_workers * len(self._members)):
                 mark_created(store, rank)
         self.last_failure = None
         self._was_stopped = False
         self._seconds_to_stop = _SHUTDOWN_SECONDS
-        worker_group.spec.args = (self._node_rank, self._training, self._node, *self._args)
+        worker_group.spec.args = (self._node_rank, self._training_id, self._node, *self._args)
         with fork_server.forking_workers():
             started = super()._start_workers(worker_group)
         _limit_shutdown_time(self._pcontext)
@@ -451,7 +451,7 @@ class _Agent(LocalElasticAgent):
             socket.gethostname(),
             self._id,
             self._remaining_restarts,
-            self._training,
+            self._training_id,
             self._was_stopped,
             self._has_begun,
         )
@@ -475,7 +475,7 @@ class _Agent(LocalElasticAgent):
             self._compare_with_last_start(members)
         self._members, self._restarts_of_start = members, self._remaining_restarts
         trainings = [member.training for member in members if member.training is not None]
-        self._training = trainings[0] if trainings else members[0].agent
+        self._training_id = trainings[0] if trainings else members[0].agent
         self._has_begun = any(member.has_begun for member in members)
         return members.index(own)
 
@@ -538,7 +538,7 @@ class _Agent(LocalElasticAgent):
         """Finds out, for a store that replaces this one, whether the workers have begun."""
         if self._node.min_nodes is None and not self._has_begun:
             handler: Any = self._rdzv_handler
-            store = training_store(handler.store, self._training)
+            store = training_store(handler.store, self._training_id)
             self._has_begun = handler.ask(functools.partial(is_created, store, leader=0), False)
 
     def _find_left_worker(self) -> Optional[RunResult]:
@@ -683,9 +683,9 @@ def _limit_shutdown_time(context: Any) -> None:
     context._pc.join = functools.partial(context._pc.join, grace_period=_SHUTDOWN_SECONDS)
 
 
-def training_store(store: dist.Store, training: Optional[str]) -> dist.Store:
+def training_store(store: dist.Store, training_id: Optional[str]) -> dist.Store:
     """Returns the part of the nodes' store that belongs to all starts of a training."""
-    return dist.PrefixStore(f"allennlp_deepspeed/{training}", store)
+    return dist.PrefixStore(f"allennlp_deepspeed/{training_id}", store)
 
 
 def _create_rendezvous(node: Node) -> RendezvousHandler:
@@ -700,8 +700,8 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
             store = rendezvous.start_store(node.address, node.port, seconds)
         else:
             store = dist.TCPStore(node.address, node.port, timeout=seconds, wait_for_workers=False)
-        training, differing = rendezvous.enter(store, node.values)
-        backend = rendezvous.JsonBackend(store, training)
+        training_id, differing = rendezvous.enter(store, node.values)
+        backend = rendezvous.JsonBackend(store, training_id)
     except (OSError, dist.DistError, RendezvousConnectionError) as error:
         raise ConfigurationError(
             f"{node.endpoint} can't be used on {socket.gethostname()}: {error}. {_ADDRESS_ADVICE}"
@@ -710,7 +710,7 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
         raise _other_training_error(node, differing)
     intervals = _INTERVALS if node.min_nodes is None else _ELASTIC_INTERVALS
     handler: RendezvousHandler = rendezvous.NodesRendezvous.from_backend(
-        training,
+        training_id,
         store,
         backend,
         min_nodes=node.min_nodes or node.num_nodes,

@@ -37,7 +37,7 @@ from allennlp_deepspeed.config.own_keys import (
     NEW_TRAINER_KEYS,
     TRAINER_KEYS,
 )
-from allennlp_deepspeed.config.schema_validation import lookup
+from allennlp_deepspeed.config.schema_validation import lookup, validate
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
@@ -49,7 +49,7 @@ from allennlp_deepspeed.launch import nodes, section_check
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
 from allennlp_deepspeed.training.construction import check_schedule
-from allennlp_deepspeed.training.train_model import DeepSpeedTrainModel
+from allennlp_deepspeed.training.deepspeed_train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 
@@ -96,7 +96,7 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     _check_checkpointer(config["trainer"].get("checkpointer"), errors)
     with errors.collect():
         deepspeed_config = DeepSpeedConfig.from_value(config["trainer"].get("deepspeed_config"))
-        deepspeed_config.check_schema(errors)
+        validate(deepspeed_config.config, errors)
     errors.raise_any()
     assert deepspeed_config is not None
     if (config.get("distributed") or {}).get("min_nodes") is not None:
@@ -264,7 +264,11 @@ def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
     with errors.collect():
         refuse_grad_cache(config["trainer"])
         if finds_micro_batch_size(config["trainer"]):
-            _check_divisible(model, config.get("data_loader"))
+            # Batches must be divisible into micro-batches of any size.
+            if not has_fixed_size(config.get("data_loader")):
+                raise no_fixed_size_error()
+            if model is not None:
+                loss_terms.check_class(model)
     with errors.collect():
         check_schedule(config["trainer"].get("learning_rate_scheduler"))
     callbacks = config["trainer"].get("callbacks")
@@ -273,7 +277,7 @@ def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
         # AllenNLP refuses anything that isn't a name.
         if isinstance(name, str) and name in _REFUSED_CALLBACKS:
             errors.add(_REFUSED_CALLBACKS[name])
-    accelerator = accelerator_of(config)
+    accelerator = (config.get("distributed") or {}).get("ddp_accelerator")
     if registered_name(accelerator) not in (None, DEFAULT_TYPE, "torch"):
         errors.add(
             f"'distributed.ddp_accelerator' is {as_json(accelerator)}, but the 'deepspeed' "
@@ -342,26 +346,12 @@ _REFUSED_CALLBACKS = {
 
 
 def _model_class(model: Any) -> Optional[Type[Model]]:
-    """Returns the model's class. `None` if it is unknown, which AllenNLP reports."""
+    """Returns the model's class, `None` if it is unknown."""
     name = registered_name(model)
+    # AllenNLP reports an unknown one.
     if name not in Model.list_available() or name == "from_archive":
         return None
     return Model.resolve_class_name(name)[0]
-
-
-def _check_divisible(model: Optional[Type[Model]], data_loader: Any) -> None:
-    """
-    Checks that batches can be divided into micro-batches of any size.
-
-    # Raises
-
-    `ConfigurationError`
-        If they can't be divided.
-    """
-    if not has_fixed_size(data_loader):
-        raise no_fixed_size_error()
-    if model is not None:
-        loss_terms.check_class(model)
 
 
 def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedConfig) -> None:
@@ -394,10 +384,6 @@ def _check_fp16(resolved: ResolvedConfig, settings: TrainerSettings) -> None:
             "'trainer.deepspeed_config.fp16.enabled' is true, but this CPU does not support fp16: "
             'write "bf16": {"enabled": true}, or train on a GPU'
         )
-
-
-def accelerator_of(config: Dict[str, Any]) -> Any:
-    return (config.get("distributed") or {}).get("ddp_accelerator")
 
 
 def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> None:

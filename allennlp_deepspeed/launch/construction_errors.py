@@ -74,7 +74,8 @@ def explain(error: BaseException, section: str = "") -> Optional[List[str]]:
     frames = _frames(error)
     if not is_raised_in_construction(error):
         return None
-    path, name, text = _path(frames, section), _class_name(frames), _text(error)
+    path, text = _path(frames, section), _text(error)
+    name = getattr(_class(frames), "__name__", "its constructor")
     if isinstance(error, ConfigurationError):
         unknown, required = _UNKNOWN_NAME.match(text), _REQUIRED.match(text)
         if text.startswith("Failed to construct argument"):
@@ -188,11 +189,6 @@ def _class(frames: List[FrameType]) -> Any:
     if frame is None:
         return None
     return frame.f_locals.get("subclass") or frame.f_locals.get("cls")
-
-
-def _class_name(frames: List[FrameType]) -> str:
-    cls = _class(frames)
-    return getattr(cls, "__name__", "its constructor")
 
 
 def _parameters(frames: List[FrameType]) -> List[str]:

@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.checkpoint import shared_directory
+from allennlp_deepspeed.checkpoint.directories import is_token
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DirectoryLock:
     def is_alone(self) -> bool:
         """Returns whether the directory has no other files, except files that are removed soon."""
         names = os.listdir(self._directory)
-        return all(name == FILE_NAME or shared_directory.is_token(name) for name in names)
+        return all(name == FILE_NAME or is_token(name) for name in names)
 
     def acquire(self) -> None:
         """

@@ -114,9 +114,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> Optional[LaunchedProcess]
     size = environ.get("WORLD_SIZE")
     for launcher, names in _VARIABLES.items():
         if all(environ.get(name) for name in names):
-            launched = read_environment(environ, launcher)
-            if size in (None, "", str(launched.world_size)):
-                return launched if launched.world_size > 1 else None
+            process = read_environment(environ, launcher)
+            if size in (None, "", str(process.world_size)):
+                return process if process.world_size > 1 else None
             break
     else:
         if size in (None, "", "1"):
@@ -207,7 +207,7 @@ def _port(environ: Mapping[str, str], launcher: str, is_one_node: bool) -> int:
     return _FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS
 
 
-def fill_distributed(params: Params, launched: LaunchedProcess, arguments: Dict[str, Any]) -> None:
+def fill_distributed(params: Params, process: LaunchedProcess, arguments: Dict[str, Any]) -> None:
     """
     Fills the section "distributed" of a config from the launcher's environment.
 
@@ -215,7 +215,7 @@ def fill_distributed(params: Params, launched: LaunchedProcess, arguments: Dict[
 
     params : `Params`, required.
         A complete training configuration. It is changed in place.
-    launched : `LaunchedProcess`, required.
+    process : `LaunchedProcess`, required.
         This process.
     arguments : `Dict[str, Any]`, required.
         The arguments of AllenNLP's `train_model`. `node_rank` is set.
@@ -227,44 +227,44 @@ def fill_distributed(params: Params, launched: LaunchedProcess, arguments: Dict[
     """
     config = params.as_dict(quiet=True)
     distributed: Dict[str, Any] = config.get("distributed") or {}
-    _check(distributed, launched)
+    _check(distributed, process)
     devices = distributed.get("cuda_devices")
-    address, port = launched.address, launched.port
-    if not launched.has_store:
+    address, port = process.address, process.port
+    if not process.has_store:
         address = distributed.get("primary_address") or address
         port = distributed.get("primary_port") or port
     if not port:
         raise ConfigurationError(
-            f"There are {launched.world_size} processes, but no port for the rendezvous: set "
+            f"There are {process.world_size} processes, but no port for the rendezvous: set "
             "MASTER_PORT for all of them, or write 'distributed.primary_port'."
         )
     params["distributed"] = {
         **distributed,
-        "cuda_devices": _devices(config, launched) if devices is None else devices,
-        "num_nodes": launched.num_nodes,
+        "cuda_devices": _devices(config, process) if devices is None else devices,
+        "num_nodes": process.num_nodes,
         "primary_address": address,
         "primary_port": port,
     }
-    arguments["node_rank"] = launched.node_rank
+    arguments["node_rank"] = process.node_rank
 
 
-def _check(distributed: Dict[str, Any], launched: LaunchedProcess) -> None:
+def _check(distributed: Dict[str, Any], process: LaunchedProcess) -> None:
     devices: Any = distributed.get("cuda_devices")
     num_nodes = distributed.get("num_nodes")
     # One process on each node starts the others. Below another agent, which has a store, it can't:
     # the store of a start that has ended is closed, so that a restart would find no others.
-    is_agent = launched.local_world_size == 1 and not launched.has_store
+    is_agent = process.local_world_size == 1 and not process.has_store
     is_list = isinstance(devices, list) and len(devices) > 0
-    if is_list and len(devices) != launched.local_world_size and not is_agent:
+    if is_list and len(devices) != process.local_world_size and not is_agent:
         raise ConfigurationError(
-            f"'distributed.cuda_devices' has {len(devices)} entries, but {launched.launcher} "
-            f"started {launched.local_world_size} processes on each node: remove the key, or "
+            f"'distributed.cuda_devices' has {len(devices)} entries, but {process.launcher} "
+            f"started {process.local_world_size} processes on each node: remove the key, or "
             "start as many processes (torchrun: --nproc-per-node)."
         )
-    if num_nodes not in (None, launched.num_nodes):
+    if num_nodes not in (None, process.num_nodes):
         raise ConfigurationError(
-            f"'distributed.num_nodes' is {num_nodes}, but {launched.launcher} started "
-            f"{launched.num_nodes} nodes: remove the key."
+            f"'distributed.num_nodes' is {num_nodes}, but {process.launcher} started "
+            f"{process.num_nodes} nodes: remove the key."
         )
     for key in ("min_nodes", "rendezvous_endpoint"):
         if distributed.get(key) is not None:
@@ -275,7 +275,7 @@ def _check(distributed: Dict[str, Any], launched: LaunchedProcess) -> None:
             )
 
 
-def is_worker(config: Dict[str, Any], launched: LaunchedProcess) -> bool:
+def is_worker(config: Dict[str, Any], process: LaunchedProcess) -> bool:
     """
     Returns whether this process trains one rank. If not, it starts the workers of its node.
 
@@ -283,14 +283,14 @@ def is_worker(config: Dict[str, Any], launched: LaunchedProcess) -> bool:
 
     config : `Dict[str, Any]`, required.
         The config after `fill_distributed`.
-    launched : `LaunchedProcess`, required.
+    process : `LaunchedProcess`, required.
     """
-    return len(config["distributed"]["cuda_devices"]) == launched.local_world_size
+    return len(config["distributed"]["cuda_devices"]) == process.local_world_size
 
 
-def _devices(config: Dict[str, Any], launched: LaunchedProcess) -> List[int]:
+def _devices(config: Dict[str, Any], process: LaunchedProcess) -> List[int]:
     """Returns the devices of a node's workers, by local rank."""
-    trainer, size = config.get("trainer"), launched.local_world_size
+    trainer, size = config.get("trainer"), process.local_world_size
     wants_cpu = isinstance(trainer, dict) and trainer.get("cuda_device") == -1
     count = 0 if wants_cpu else torch.cuda.device_count()
     if count == 0:

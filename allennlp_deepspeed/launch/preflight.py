@@ -96,17 +96,17 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     if is_command():
         _exclude_imports_from_collections()
     process_setup.prepare()
-    launched = launcher.detect()
-    settings = _console_settings(arguments, launched)
+    process = launcher.detect()
+    settings = _console_settings(arguments, process)
     with ExitStack() as stack:
-        if launched is None or launched.local_rank == 0:
+        if process is None or process.local_rank == 0:
             stack.enter_context(print_how_to_resume(arguments))
         with shown_on_console(settings):
-            config = _checked_config(arguments, launched)
+            config = _checked_config(arguments, process)
             if not nodes.has_workers(config):
                 return worker.train(train_model, arguments, None)
-            if launched is not None and launcher.is_worker(config, launched):
-                return _train_as_worker(train_model, arguments, launched)
+            if process is not None and launcher.is_worker(config, process):
+                return _train_as_worker(train_model, arguments, process)
             node = nodes.local_node(config, arguments.get("node_rank", 0))
             node = replace(node, values=node_comparison.values_of_training(config))
             returns_model = arguments.pop("return_model", None)
@@ -135,12 +135,12 @@ def _exclude_imports_from_collections() -> None:
 
 
 def _checked_config(
-    arguments: Dict[str, Any], launched: Optional[LaunchedProcess]
+    arguments: Dict[str, Any], process: Optional[LaunchedProcess]
 ) -> Dict[str, Any]:
     """Returns the checked config, with the launcher's values and those derived from other keys."""
     params = arguments["params"]
-    if launched is not None:
-        launcher.fill_distributed(params, launched, arguments)
+    if process is not None:
+        launcher.fill_distributed(params, process, arguments)
     fill_derived_keys(params)
     check(params)
     check_devices(params.as_dict(quiet=True))
@@ -149,17 +149,17 @@ def _checked_config(
 
 
 def _train_as_worker(
-    train_model: Callable[..., Any], arguments: Dict[str, Any], launched: LaunchedProcess
+    train_model: Callable[..., Any], arguments: Dict[str, Any], process: LaunchedProcess
 ) -> None:
     """Trains one rank in a process that a launcher has started."""
     distributed = arguments["params"].as_dict(quiet=True)["distributed"]
     address, port = distributed["primary_address"], distributed["primary_port"]
-    if launched.num_nodes == 1 and not launched.has_store:
+    if process.num_nodes == 1 and not process.has_store:
         address = rendezvous.LOOPBACK
-    launched = replace(launched, address=address, port=port)
-    worker.set_up_process(launched)
+    process = replace(process, address=address, port=port)
+    worker.set_up_process(process)
     try:
-        worker.train(train_model, arguments, launched)
+        worker.train(train_model, arguments, process)
     except Exception as error:
         failure = worker_failure.report(error)
         if failure is not None:
@@ -199,11 +199,11 @@ def fill_derived_keys(params: Params) -> None:
 
 
 def _console_settings(
-    arguments: Dict[str, Any], launched: Optional[LaunchedProcess]
+    arguments: Dict[str, Any], process: Optional[LaunchedProcess]
 ) -> Optional[ConsoleSettings]:
     """Returns the settings of the console, `None` if it shows the full log."""
     if is_full_log_requested():
         return None
     settings = ConsoleSettings.for_this_process(arguments.get("file_friendly_logging", False))
     # Of the processes of a launcher one shows on each node what they have in common.
-    return settings._replace(is_shown=launched is None or launched.local_rank == 0)
+    return settings._replace(is_shown=process is None or process.local_rank == 0)

@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.02
 
 
 def start(
-    launched: LaunchedProcess, cuda_device: int, rendezvous_timeout: float, timeout: float
+    process: LaunchedProcess, cuda_device: int, rendezvous_timeout: float, timeout: float
 ) -> dist.Store:
     """
     Creates the default process group. Every rank must call it. Collectives fail after `timeout`, in
@@ -30,7 +30,7 @@ def start(
 
     # Parameters
 
-    launched : `LaunchedProcess`, required.
+    process : `LaunchedProcess`, required.
         This process.
     cuda_device : `int`, required.
         -1 for the CPU.
@@ -50,8 +50,8 @@ def start(
     `RendezvousError`
         If this rank can't connect to the others.
     """
-    rank, world_size = launched.rank, launched.world_size
-    if launched.num_nodes == 1:
+    rank, world_size = process.rank, process.world_size
+    if process.num_nodes == 1:
         network_interfaces.select_loopback()
     backend = "gloo" if cuda_device < 0 else "nccl"
     if cuda_device >= 0:
@@ -61,7 +61,7 @@ def start(
     how = f"within {rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
     advice = ""
     try:
-        store = _open_store(launched, timedelta(seconds=rendezvous_timeout))
+        store = _open_store(process, timedelta(seconds=rendezvous_timeout))
         store = dist.PrefixStore("allennlp_deepspeed", store)
         number = _agree_on_start_number(store, rank, world_size, rendezvous_timeout)
         store_of_start = dist.PrefixStore(f"start_{number}", store)
@@ -70,7 +70,7 @@ def start(
         group_store = dist.PrefixStore("default_group", store_of_start)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
     except (OSError, dist.DistError, RuntimeError) as error:
-        where = launched.store_file or f"{launched.address}:{launched.port}"
+        where = process.store_file or f"{process.address}:{process.port}"
         raise RendezvousError(
             f"Rank {rank} on {socket.gethostname()} could not connect to the other ranks {how}, "
             f"at {where}: {_first_line(error)}. "
@@ -79,16 +79,16 @@ def start(
     return store
 
 
-def _open_store(launched: LaunchedProcess, timeout: timedelta) -> dist.Store:
+def _open_store(process: LaunchedProcess, timeout: timedelta) -> dist.Store:
     """Returns the store in which the ranks find each other, which rank 0 or the launcher starts."""
-    if launched.store_file:
-        store: dist.Store = dist.FileStore(launched.store_file)
+    if process.store_file:
+        store: dist.Store = dist.FileStore(process.store_file)
         store.set_timeout(timeout)
-    elif launched.rank == 0 and not launched.has_store:
-        store = rendezvous.start_store(launched.address, launched.port, timeout)
+    elif process.rank == 0 and not process.has_store:
+        store = rendezvous.start_store(process.address, process.port, timeout)
     else:
         store = dist.TCPStore(
-            launched.address, launched.port, timeout=timeout, wait_for_workers=False
+            process.address, process.port, timeout=timeout, wait_for_workers=False
         )
     return store
 

@@ -135,10 +135,9 @@ class NodesRendezvous(DynamicRendezvousHandler):
 
 
 def _wait_for(question: Callable[[], T], seconds: float) -> T:
-    """
-    Calls a function that waits for the store in a thread. If the link to the store is cut,
-    PyTorch's own time limit has no effect, and the call never returns.
-    """
+    """Calls a function that waits for the store in a thread."""
+    # If the link to the store is cut, PyTorch's own time limit has no effect, and the call never
+    # returns.
     answer: Future[T] = Future()
     Thread(target=_answer, args=(question, answer), daemon=True).start()
     wait([answer], timeout=seconds)

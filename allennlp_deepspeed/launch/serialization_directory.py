@@ -24,8 +24,8 @@ from allennlp.common import logging as common_logging
 from allennlp.data import Vocabulary
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.checkpoint import shared_directory
-from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.checkpoint.directories import Directories, remove_stale_tokens
+from allennlp_deepspeed.engine import collectives
 from allennlp_deepspeed.engine.worker_failure import PeerFailed
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock, cannot_write
 
@@ -106,7 +106,7 @@ class SerializationDirectory:
         """
         Removes files of workers of an earlier training that AllenNLP would take for a training's.
         """
-        shared_directory.remove_stale_tokens(self._directory)
+        remove_stale_tokens(self._directory)
 
     @property
     def is_leader(self) -> bool:
@@ -136,9 +136,7 @@ class SerializationDirectory:
         if self._is_ready:
             return
         self._is_ready = True
-        problems: Any = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem, group=self._group)
-        others = [p for p in problems if p is not None]
+        others = collectives.gather_problems(problem, self._group)
         if others and problem is None:
             raise PeerFailed(others[0])
 

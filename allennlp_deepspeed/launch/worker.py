@@ -69,7 +69,7 @@ _TIME_TO_CONNECT = timedelta(seconds=60)
 
 def run(
     node_rank: int,
-    training: str,
+    training_id: str,
     node: Node,
     environment: Dict[str, str],
     arguments: Dict[str, Any],
@@ -82,7 +82,7 @@ def run(
 
     node_rank : `int`, required.
         The rank of this node among those that have arrived.
-    training : `str`, required.
+    training_id : `str`, required.
         The id of the training, the same at each start of its workers.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
@@ -99,9 +99,9 @@ def run(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The agent sends SIGTERM then.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    launched = _launched_process(node, node_rank)
+    process = _read_process(node, node_rank)
     os.environ.update({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC")})
-    set_up_process(launched)
+    set_up_process(process)
     # Bars' default is a semaphore of the system's, which a worker that is killed leaves.
     tqdm.set_lock(threading.RLock())
     # A forked process has the random states of the one that it is forked from.
@@ -110,9 +110,9 @@ def run(
     try:
         with ExitStack() as stack:
             stack.enter_context(
-                shown_on_console(settings and settings._replace(is_shown=launched.local_rank == 0))
+                shown_on_console(settings and settings._replace(is_shown=process.local_rank == 0))
             )
-            store = _store_of_training(node, training)
+            store = _store_of_training(node, training_id)
             if node.min_nodes is not None:
                 # The agent logs why it stops its workers: a node joins, or a node is told to end.
                 stack.enter_context(mock.patch.object(interruption, "announce", _log_only))
@@ -126,22 +126,22 @@ def run(
             for package in arguments.get("include_package") or []:
                 import_module_and_submodules(package)
             train_model = train_command.train_model.__wrapped__  # type: ignore[attr-defined]
-            train(train_model, arguments, launched, store)
+            train(train_model, arguments, process, store)
     except BaseException as error:
         worker_failure.report(error)
         sys.exit(1)
 
 
-def set_up_process(launched: LaunchedProcess) -> None:
+def set_up_process(process: LaunchedProcess) -> None:
     """Makes this process a worker. Must be called first."""
-    os.environ.update(launched.environment())
+    os.environ.update(process.environment())
     worker_failure.start_reporting(failures.config_error_message, failures.log_to_files)
 
 
 def train(
     train_model: Callable[..., Any],
     arguments: Dict[str, Any],
-    launched: Optional[LaunchedProcess],
+    process: Optional[LaunchedProcess],
     store: Optional[dist.Store] = None,
 ) -> Any:
     """
@@ -153,7 +153,7 @@ def train(
         AllenNLP's.
     arguments : `Dict[str, Any]`, required.
         Its arguments.
-    launched : `Optional[LaunchedProcess]`, required.
+    process : `Optional[LaunchedProcess]`, required.
         This process, one of several workers. `None` if it is the only one.
     store : `dist.Store`, optional (default = `None`)
         A store that outlives the workers, if that of the process group may be lost with a node.
@@ -162,8 +162,8 @@ def train(
     config = params.as_dict(quiet=True)
     with ExitStack() as stack:
         directory = None
-        if launched is not None:
-            store_of_workers, directory = _join_process_group(config, arguments, launched)
+        if process is not None:
+            store_of_workers, directory = _join_process_group(config, arguments, process)
             store = store_of_workers if store is None else store
         is_leader = directory is None or directory.is_leader
         lock = DirectoryLock(arguments["serialization_dir"], store)
@@ -174,18 +174,18 @@ def train(
                     directory.remove_stale_tokens()
         is_ours = stack.enter_context(create_once(store, lock))
         _resume_or_start(arguments, is_leader, is_ours)
-        shows = launched is None or launched.rank == 0
+        shows = process is None or process.rank == 0
         stack.enter_context(announce_start_and_end(arguments, shows))
-        if launched is not None and directory is not None:
+        if process is not None and directory is not None:
             size = config["trainer"].get("sequence_parallel_size", 1)
             if size > 1:
                 read_by_groups(size)
             arguments["return_model"] = False
             spawning = stack.enter_context(ExitStack())
-            become_worker = partial(_become_worker, spawning, launched, directory)
+            become_worker = partial(_become_worker, spawning, process, directory)
             spawning.enter_context(as_single_process())
             vocabulary = training_util.make_vocab_from_params
-            vocabulary = partial(_make_vocabulary, vocabulary, launched.world_size)
+            vocabulary = partial(_make_vocabulary, vocabulary, process.world_size)
             for module, name, value in (
                 (train_command, "mp", SimpleNamespace(spawn=become_worker)),
                 (training_util, "make_vocab_from_params", vocabulary),
@@ -203,18 +203,19 @@ def train(
         return result
 
 
-def _launched_process(node: Node, node_rank: int) -> LaunchedProcess:
-    """Returns the rank and addresses of this process. Elastic doesn't know `--node-rank`."""
+def _read_process(node: Node, node_rank: int) -> LaunchedProcess:
+    """Returns the rank and addresses of this process."""
+    # Elastic doesn't know `--node-rank`.
     rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
-    launched = launcher.read_environment({**os.environ, "RANK": str(rank)})
+    process = launcher.read_environment({**os.environ, "RANK": str(rank)})
     if node.num_nodes > 1:
-        return launched
+        return process
     # A worker may have been killed while it wrote to that of the last start.
     name = f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    return replace(launched, store_file=os.path.join(node.directory, name))
+    return replace(process, store_file=os.path.join(node.directory, name))
 
 
-def _store_of_training(node: Node, training: str) -> dist.Store:
+def _store_of_training(node: Node, training_id: str) -> dist.Store:
     """
     Returns the store of the nodes' rendezvous, which outlives starts, and with an endpoint
     trainings too. That of a single node is in a file of its agent's.
@@ -222,7 +223,7 @@ def _store_of_training(node: Node, training: str) -> dist.Store:
     if node.num_nodes == 1:
         return dist.FileStore(os.path.join(node.directory, "training"))
     return training_store(
-        dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT), training
+        dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT), training_id
     )
 
 
@@ -251,14 +252,14 @@ def _make_vocabulary(
 
 
 def _join_process_group(
-    config: Dict[str, Any], arguments: Dict[str, Any], launched: LaunchedProcess
+    config: Dict[str, Any], arguments: Dict[str, Any], process: LaunchedProcess
 ) -> Tuple[dist.Store, SerializationDirectory]:
     """Starts the process group, and checks that the nodes have the same config and versions."""
     os.register_at_fork(after_in_child=_exit_with_parent)
     distributed = config["distributed"]
     store = process_group.start(
-        launched,
-        distributed["cuda_devices"][launched.local_rank],
+        process,
+        distributed["cuda_devices"][process.local_rank],
         nodes.setting(distributed, "rendezvous_timeout"),
         nodes.setting(distributed, "timeout"),
     )
@@ -339,16 +340,16 @@ def _raise_on_all_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        collectives.all_gather_object(f"{type(error).__name__}: {error}")
+        collectives.gather_problems(f"{type(error).__name__}: {error}")
         raise
-    problems = [problem for problem in collectives.all_gather_object(None) if problem is not None]
+    problems = collectives.gather_problems(None)
     if problems:
         raise worker_failure.PeerFailed(problems[0])
 
 
 def _become_worker(
     spawning: ExitStack,
-    launched: LaunchedProcess,
+    process: LaunchedProcess,
     directory: SerializationDirectory,
     train_worker: Callable[..., Any],
     args: Tuple[Any, ...],
@@ -361,10 +362,10 @@ def _become_worker(
     # The process group exists already.
     there = SimpleNamespace(init_process_group=_do_nothing, barrier=dist.barrier)
     # The nodes that are there, of which the config of elastic nodes may have more.
-    own = inspect.signature(train_worker).bind(launched.local_rank, *args).arguments
-    own.update(node_rank=launched.node_rank, world_size=launched.world_size)
-    fill_batch_size(own["params"].params, launched.world_size)
-    own["params"]["trainer"]["cuda_device"] = own["distributed_device_ids"][launched.local_rank]
+    own = inspect.signature(train_worker).bind(process.local_rank, *args).arguments
+    own.update(node_rank=process.node_rank, world_size=process.world_size)
+    fill_batch_size(own["params"].params, process.world_size)
+    own["params"]["trainer"]["cuda_device"] = own["distributed_device_ids"][process.local_rank]
     with mock.patch.object(train_command, "dist", there), directory.log_by_rank():
         train_worker(**own)
 

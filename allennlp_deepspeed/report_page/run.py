@@ -287,8 +287,9 @@ def _time(values: Dict[str, Any]) -> Optional[float]:
 
 
 def _config(path: Path) -> Dict[str, Any]:
-    """Reads a config as AllenNLP has written it. As Jsonnet, it could add secrets to the page."""
+    """Reads a config as AllenNLP has written it."""
     try:
+        # As Jsonnet, it could add secrets to the page.
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(

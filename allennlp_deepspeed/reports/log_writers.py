@@ -73,13 +73,11 @@ def _log_gradient_norm(callback: LogWriterCallback, norm: Optional[float] = None
 def _log_learning_rates(
     callback: LogWriterCallback, names_of_groups: List[List[str]], is_trained: Dict[str, bool]
 ) -> None:
-    """
-    Logs the learning rates by parameter name. A parameter group of flat shards doesn't have the
-    names.
-    """
+    """Logs the learning rates by parameter name."""
     assert callback.trainer is not None
     rates = {
         name: group["lr"] * float(is_trained[name])
+        # A parameter group of flat shards doesn't have the names.
         for group, names in zip(callback.trainer.optimizer.param_groups, names_of_groups)
         if group["lr"] is not None
         for name in names

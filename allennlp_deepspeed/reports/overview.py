@@ -91,7 +91,7 @@ def _parameters(engine: DeepSpeedEngine) -> str:
 
 
 def _batch(trainer: Any) -> str:
-    config, workers = trainer.resolved_config, trainer.num_readers
+    config, workers = trainer.resolved_config, trainer.data_parallel_size
     if config.finds_micro_batch_size:
         num_instances = config.engine_config["train_batch_size"]
         return (
@@ -122,11 +122,8 @@ def _optimizer(trainer: Any) -> str:
         texts.append(f"learning rate {rate}, warming up to {peak:g}")
     elif rates[-1] > 0 or scheduler is None:
         texts.append(f"learning rate {rate}")
-    return ", ".join([*texts, _schedule(scheduler)])
-
-
-def _schedule(scheduler: Any) -> str:
-    return "no schedule" if scheduler is None else f"schedule {type(scheduler).__name__}"
+    texts.append("no schedule" if scheduler is None else f"schedule {type(scheduler).__name__}")
+    return ", ".join(texts)
 
 
 def _peak_learning_rate(scheduler: Any, optimizer: torch.optim.Optimizer) -> Optional[float]:

@@ -86,7 +86,7 @@ class RunReport(TrainerCallback):
         trainer = self._get_trainer()
         if trainer is None or (self._file is None and self._console_report is None):
             return
-        instances = interval.num_instances * trainer.num_readers
+        instances = interval.num_instances * trainer.data_parallel_size
         tokens = figures.num_tokens
         seconds = max(interval.seconds, 1e-9)
         values = {

@@ -93,15 +93,18 @@ class GradientStep:
 
     @contextmanager
     def accumulate(
-        self, batches: List[TensorDict], num_accumulation_steps: int, num_dummy_batches: int = 0
+        self,
+        micro_batches: List[TensorDict],
+        num_accumulation_steps: int,
+        num_dummy_batches: int = 0,
     ) -> Iterator[None]:
         """
         Context manager for the micro-batches of the step. At exit its gradients have been reduced.
 
         # Parameters
 
-        batches : `List[TensorDict]`, required.
-            The micro-batches that `micro_batch` will be called with, in this order.
+        micro_batches : `List[TensorDict]`, required.
+            Those that `micro_batch` will be called with, in this order.
         num_accumulation_steps : `int`, required.
             The number of micro-batches that divides the losses.
         num_dummy_batches : `int`, optional (default = `0`)
@@ -112,13 +115,13 @@ class GradientStep:
         self._requires_grad_detector.check()
         if self._loss_weights is not None:
             self._weights = self._loss_weights.compute(
-                batches, num_accumulation_steps, num_dummy_batches
+                micro_batches, num_accumulation_steps, num_dummy_batches
             )
         self._gradient_synchronizer.start_step()
         with ExitStack() as step:
-            step.enter_context(self._weight_change_detector.step())
+            step.enter_context(self._weight_change_detector.compare_during_passes())
             if self.reshard_after_micro_batch is not None:
-                step.enter_context(self.reshard_after_micro_batch.step())
+                step.enter_context(self.reshard_after_micro_batch.micro_batches())
             yield
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:
@@ -178,7 +181,7 @@ class GradientStep:
         if self._weight_change_detector.is_due:
             self._check_parameters()
             self._weight_change_detector.compare_before_step()
-        has_stepped, norm = self.step()
+        has_stepped, norm = self._step_engine()
         self.has_failed = not (has_stepped or self._may_overflow)
         if self._weight_change_detector.is_due_each_step:
             self._weight_change_detector.snapshot()
@@ -189,7 +192,7 @@ class GradientStep:
             self.reshard_after_micro_batch.finish_step()
         return norm
 
-    def step(self) -> Tuple[bool, Norm]:
+    def _step_engine(self) -> Tuple[bool, Norm]:
         """
         Runs the optimizer step unless a gradient has overflowed. Returns whether it was applied,
         and the norm of the gradient.
@@ -203,7 +206,7 @@ class GradientStep:
         others = 0 if self._finds_micro_batch_size else self._num_micro_batches - 1
         self._engine.global_samples += others * self._engine.train_batch_size()
         # The engine clips the norm to `gradient_clipping`, which `config/resolution.py` has set.
-        has_stepped = loss_scaling.step(self._engine, self.scaler)
+        has_stepped = loss_scaling.step_engine(self._engine, self.scaler)
         if self._reports_norm and norm is None:
             norm = self._engine.get_global_grad_norm()
         self._norm = norm

@@ -35,14 +35,14 @@ class BatchGroup(NamedTuple):
     The micro-batches of one optimizer step.
 
     `num_accumulation_steps` is the number of micro-batches that divides this rank's losses. It is
-    larger than `len(batches)` if another rank has run out of data: AllenNLP then drops the rest of
-    the group without changing the divisor, and so do we.
+    larger than `len(micro_batches)` if another rank has run out of data: AllenNLP then drops the
+    rest of the group without changing the divisor, and so do we.
 
     `num_dummy_batches` is the number of dummy batches at the end. They have no weight and only let
     this rank take part in collectives.
     """
 
-    batches: List[TensorDict]
+    micro_batches: List[TensorDict]
     num_accumulation_steps: int
     num_dummy_batches: int = 0
 
@@ -86,7 +86,8 @@ class BatchGroups:
         self._common_length = -1
         if dist.get_world_size() > 1:
             length = self._num_batches if has_exact_length(data_loader) else None
-            self._common_length = self._min_over_ranks(-1 if length is None else length)
+            own_length = -1 if length is None else length
+            self._common_length = collectives.all_reduce_min(own_length, device)
         self._level = logging.WARNING if warns else logging.INFO
         self.has_dropped = False
         """Whether this rank has dropped batches that other ranks lack."""
@@ -140,7 +141,8 @@ class BatchGroups:
         # A short group is the last one on every rank, because every rank knows that it was short.
         while common_size in (None, self._full_size):
             batches = _next_group(groups)
-            is_first, common_size = common_size is None, self._min_over_ranks(len(batches))
+            is_first = common_size is None
+            common_size = collectives.all_reduce_min(len(batches), self._device)
             if is_first and common_size == 0:
                 raise ConfigurationError(_NO_DATA)
             if common_size < len(batches):
@@ -161,10 +163,6 @@ class BatchGroups:
             dist.get_rank(),
             what,
         )
-
-    def _min_over_ranks(self, value: int) -> int:
-        """Returns the minimum over all ranks."""
-        return collectives.all_reduce_min(value, self._device)
 
 
 def _next_group(groups: Iterator[List[TensorDict]]) -> List[TensorDict]:

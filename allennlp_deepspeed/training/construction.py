@@ -103,7 +103,9 @@ def construct(
         The arguments of AllenNLP's trainer, all constructed. The engine is its `ddp_wrapped_model`.
     """
     check_schedule(arguments["learning_rate_scheduler"])
-    _check_global_batch(arguments, data_loader)
+    refuse_grad_cache(arguments)
+    if finds_micro_batch_size(arguments) and micro_batch_size(data_loader) is None:
+        raise no_fixed_size_error()
     find_unused_parameters = _find_unused_parameters(arguments["ddp_accelerator"])
     check_same_data(
         model.vocab,
@@ -128,7 +130,8 @@ def construct(
     # An optimizer that is given as an object updates the weights itself, on any device.
     steps_with = given or offloaded_optimizers.adapt_for_offload(optimizer, config)
     _check_empty_groups(given, arguments)
-    empty_groups = _empty_groups(steps_with)
+    param_groups = [] if steps_with is None else steps_with.param_groups
+    empty_groups = [group for group in param_groups if not group["params"]]
     if steps_with is not None:
         optimizer_check.check_modes(steps_with, config, arguments["moving_average"] is not None)
     wrapped_model = wrap_model(
@@ -166,12 +169,6 @@ def construct(
             "use_amp": False,
             "ddp_wrapped_model": wrapped_model,
         }
-
-
-def _check_global_batch(arguments: Arguments, data_loader: DataLoader) -> None:
-    refuse_grad_cache(arguments)
-    if finds_micro_batch_size(arguments) and micro_batch_size(data_loader) is None:
-        raise no_fixed_size_error()
 
 
 def _prepare(model: Model, arguments: Arguments) -> None:
@@ -328,10 +325,6 @@ def _check_empty_groups(optimizer: Optional[torch.optim.Optimizer], arguments: A
                 f"removes it, so '{name}' would set the values of other groups. Remove it before "
                 "you construct the scheduler, or put it last."
             )
-
-
-def _empty_groups(optimizer: Optional[torch.optim.Optimizer]) -> List[Dict[str, Any]]:
-    return [group for group in optimizer.param_groups if not group["params"]] if optimizer else []
 
 
 @contextmanager

@@ -121,7 +121,9 @@ class GradientSynchronizer:
         ):
             usage = Usage.IRRELEVANT
         elif stage < 3 and dist.get_world_size() > 1:
-            usage = self._usage_until_compared(num_elements)
+            num_bytes = num_elements * self._reducer.accumulation_dtype.itemsize
+            free = gradient_memory.min_free_bytes(get_accelerator().current_device_name())
+            usage = Usage.UNKNOWN if num_bytes <= free // 4 else Usage.SAME
         self._state = SyncPhase(usage, accumulates_apart=self._accumulators is not None)
         self._is_in_no_sync = False
         self._ordered = OrderedReduction(self._reducer, self._state)
@@ -181,17 +183,10 @@ class GradientSynchronizer:
         if state["ranks_differ"] and self._state.usage is Usage.UNKNOWN:
             self._state.usage = Usage.DIFFERENT
 
-    def _usage_until_compared(self, num_elements: int) -> Usage:
-        """Returns whether the first step has memory to wait for all gradients. A collective."""
-        num_bytes = num_elements * self._reducer.accumulation_dtype.itemsize
-        free = gradient_memory.min_free_bytes(get_accelerator().current_device_name())
-        return Usage.UNKNOWN if num_bytes <= free // 4 else Usage.SAME
-
     def _compare_used(self) -> None:
-        used = float(self._used_checksum)
         device = torch.device(get_accelerator().current_device_name())
-        largest, negative = collectives.all_reduce_max([used, -used], device, torch.float64)
-        self._state.usage = Usage.SAME if largest == -negative else Usage.DIFFERENT
+        is_same = collectives.is_same_on_all_ranks(self._used_checksum, device)
+        self._state.usage = Usage.SAME if is_same else Usage.DIFFERENT
         if self._state.usage is Usage.DIFFERENT and dist.get_rank() == 0:
             logger.warning(
                 "The workers used different parameters in the first step. From now on gradients "

@@ -119,25 +119,19 @@ def check(model: Model) -> None:
             )
 
 
-def _count_for_basic_classifier(model: Any, inputs: Dict[str, Any]) -> Number:
-    return (inputs["label"] != _IGNORED).sum()
-
-
 def _count_for_simple_tagger(model: Any, inputs: Dict[str, Any]) -> Number:
-    """
-    Counts the instances with any token that has a loss. AllenNLP's
-    `sequence_cross_entropy_with_logits` averages over tokens, and then over these instances.
-    """
+    """Counts the instances with any token that has a loss."""
     # Shape: (batch_size, num_tokens)
     mask = get_text_field_mask(inputs["tokens"])
     if inputs.get("ignore_loss_on_o_tags", False):
         o_tag = model.vocab.get_token_index("O", namespace=model.label_namespace)
         mask = mask & (inputs["tags"] != o_tag)
+    # `sequence_cross_entropy_with_logits` averages over tokens, and then over these instances.
     return mask.any(dim=1).sum()
 
 
 # Exactly these classes: a subclass may compute another loss.
 _OF_ALLENNLP: Dict[Type[Model], Callable[[Any, Dict[str, Any]], Number]] = {
-    BasicClassifier: _count_for_basic_classifier,
+    BasicClassifier: lambda model, inputs: (inputs["label"] != _IGNORED).sum(),
     SimpleTagger: _count_for_simple_tagger,
 }

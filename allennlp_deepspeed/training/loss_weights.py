@@ -30,7 +30,10 @@ class LossWeights:
         self._num_tokens: Optional[torch.Tensor] = None
 
     def compute(
-        self, batches: List[TensorDict], num_accumulation_steps: int, num_dummy_batches: int = 0
+        self,
+        micro_batches: List[TensorDict],
+        num_accumulation_steps: int,
+        num_dummy_batches: int = 0,
     ) -> List[torch.Tensor]:
         """
         Returns the weights of micro-batches. It runs one all-reduce of 8 bytes without host
@@ -38,8 +41,8 @@ class LossWeights:
 
         # Parameters
 
-        batches : `List[TensorDict]`, required.
-            The micro-batches of the step on this rank.
+        micro_batches : `List[TensorDict]`, required.
+            Those of the step on this rank.
         num_accumulation_steps : `int`, required.
             The number of micro-batches that will divide the losses.
         num_dummy_batches : `int`, optional (default = `0`)
@@ -51,7 +54,7 @@ class LossWeights:
         `List[torch.Tensor]`
             For each micro-batch a factor, an fp32 scalar.
         """
-        numbers = [loss_terms.num_loss_terms(self._model, batch) for batch in batches]
+        numbers = [loss_terms.num_loss_terms(self._model, batch) for batch in micro_batches]
         # float64 is exact for integers, and has the fractions of sums of class weights.
         own = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers])
         own[len(own) - num_dummy_batches :] = 0

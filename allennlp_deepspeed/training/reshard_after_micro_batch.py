@@ -80,7 +80,7 @@ class ReshardAfterMicroBatch:
                 )
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def micro_batches(self) -> Iterator[None]:
         """
         Context manager for the micro-batches of a step, in which parameters may stay gathered. It
         must be exited before the optimizer step.

@@ -5,7 +5,7 @@ a step, and knows none by name:
 0. `wrap` wraps modules of the model before the engine is initialized, and the constructor runs
    afterwards.
 1. `divide` turns the batches that were read into the micro-batches of the step.
-2. `start_step` gets the micro-batches before the first forward pass.
+2. `receive_micro_batches` gets the micro-batches before the first forward pass.
 3. `train_on` runs forward and backward of a micro-batch instead of the trainer.
 4. `check` compares state between the ranks, when they agree on the step.
 
@@ -58,9 +58,8 @@ class StepContext:
         The data loaders of training and validation, each of which may be `None`.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`
         Runs the forward pass of a step, with a graph.
-    batch_outputs : `Callable[[TensorDict, bool], Dict[str, torch.Tensor]]`
-        AllenNLP's method, which runs the engine's forward pass and adds the penalty of a
-        regularizer.
+    forward_prepared : `Callable[[TensorDict], Dict[str, torch.Tensor]]`
+        As `forward`, for a batch that has been through `prepare`.
     prepare : `Callable[[TensorDict], TensorDict]`
         Broadcasts buffers and moves a batch to the device, before its first forward pass.
     """
@@ -71,7 +70,7 @@ class StepContext:
     callbacks: Sequence[TrainerCallback]
     data_loaders: Sequence[Any]
     forward: Callable[[TensorDict], Outputs]
-    batch_outputs: Callable[[TensorDict, bool], Outputs]
+    forward_prepared: Callable[[TensorDict], Outputs]
     prepare: Callable[[TensorDict], TensorDict]
 
 
@@ -101,8 +100,8 @@ class StepExtension:
     state_name: ClassVar[Optional[str]] = None
     """The name of its state in checkpoints, `None` if it has none."""
 
-    workers_per_reader: int = 1
-    """The number of neighbouring ranks that read the same data."""
+    ranks_per_batch: int = 1
+    """The number of neighbouring ranks that read the same batches."""
 
     def __init__(self, value: Any, context: StepContext) -> None:
         pass
@@ -130,7 +129,7 @@ class StepExtension:
         """Returns the micro-batches of a step, given the batches that have been read."""
         return group
 
-    def start_step(self, batches: List[TensorDict]) -> None:
+    def receive_micro_batches(self, micro_batches: List[TensorDict]) -> None:
         """
         Gets the micro-batches of a step before the first forward pass, or a batch of validation.
         """
@@ -225,11 +224,11 @@ class StepExtensions:
         self._extensions = [each(self._values[key], context) for key, each in self._classes.items()]
 
     @property
-    def num_readers(self) -> int:
+    def data_parallel_size(self) -> int:
         """Returns the number of ranks, or groups of ranks, that read different data."""
         size = dist.get_world_size()
         for extension in self._extensions:
-            size //= extension.workers_per_reader
+            size //= extension.ranks_per_batch
         return size
 
     def divide(self, group: BatchGroup) -> BatchGroup:
@@ -238,10 +237,10 @@ class StepExtensions:
             group = extension.divide(group)
         return group
 
-    def start_step(self, batches: List[TensorDict]) -> None:
+    def receive_micro_batches(self, micro_batches: List[TensorDict]) -> None:
         """Passes each extension the micro-batches of a step, or a batch of validation."""
         for extension in self._extensions:
-            extension.start_step(batches)
+            extension.receive_micro_batches(micro_batches)
 
     def train_on(
         self, batch: TensorDict, num_accumulation_steps: int, is_last: bool

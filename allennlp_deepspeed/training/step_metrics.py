@@ -229,9 +229,9 @@ class StepMetrics:
         self._memory = _peak_memory()
         self.losses.start_epoch(self._model.get_regularization_penalty() is not None)
 
-    def start_steps(self, num_steps: Optional[int], shows_progress: bool) -> Any:
+    def progress_bar(self, num_steps: Optional[int], shows_progress: bool) -> Any:
         """
-        Starts the steps of an epoch.
+        Starts the steps of an epoch. Returns their progress bar.
 
         # Parameters
 
@@ -261,7 +261,9 @@ class StepMetrics:
         if self._progress_bar is not None:
             self._progress_bar.close()
 
-    def start_step(self, num_accumulation_steps: int, batches: Sequence[TensorDict] = ()) -> None:
+    def start_step(
+        self, num_accumulation_steps: int, micro_batches: Sequence[TensorDict] = ()
+    ) -> None:
         """
         Starts a step.
 
@@ -269,11 +271,11 @@ class StepMetrics:
 
         num_accumulation_steps : `int`, required.
             The number of micro-batches that divides the losses.
-        batches : `Sequence[TensorDict]`, optional (default = `()`)
-            The micro-batches on this rank.
+        micro_batches : `Sequence[TensorDict]`, optional (default = `()`)
+            Those on this rank.
         """
         self.finish_batch_metrics()
-        self._num_instances += sum(map(num_instances, batches))
+        self._num_instances += sum(map(num_instances, micro_batches))
         self.losses.start_step(num_accumulation_steps)
 
     def batch_metrics(self) -> BatchMetrics:

@@ -401,8 +401,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gradient_synchronizer,
             self._callbacks,
             [self.data_loader, self._validation_data_loader],
-            forward=self._run_forward,
-            batch_outputs=self._batch_outputs_in_step,
+            forward=self._forward_micro_batch,
+            forward_prepared=self._forward_prepared,
             prepare=self._prepare_batch,
         )
 
@@ -415,7 +415,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._ddp_wrapped_model,
             self._gradient_synchronizer,
             self._extensions.train_on,
-            forward=self._run_forward,
+            forward=self._forward_micro_batch,
             record_losses=self._step_metrics.losses.add,
             weight_change_detector=self._weight_change_detector,
             run_backward=self._call_on_backward if calls_callbacks else None,
@@ -601,7 +601,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         groups = BatchGroups(
             self.data_loader, self._num_gradient_accumulation_steps, self.cuda_device, warns
         )
-        with self._step_metrics.start_steps(groups.expected_length, self._primary) as progress_bar:
+        with self._step_metrics.progress_bar(groups.expected_length, self._primary) as progress_bar:
             for group in groups:
                 if self._progress.is_fast_forwarding:
                     self._raise_if_interrupted("while fast-forwarding to the checkpoint")
@@ -620,16 +620,18 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
-        batches, num_accumulation_steps, num_dummy_batches = self._extensions.divide(group)
+        micro_batches, num_accumulation_steps, num_dummy_batches = self._extensions.divide(group)
         if getattr(self.model, "has_loss_of_all_ranks", False):
-            num_accumulation_steps = len(batches)
-        self._step_metrics.start_step(num_accumulation_steps, group.batches)
-        self._extensions.start_step(batches)
+            num_accumulation_steps = len(micro_batches)
+        self._step_metrics.start_step(num_accumulation_steps, group.micro_batches)
+        self._extensions.receive_micro_batches(micro_batches)
         outputs = []
-        with self._gradient_step.accumulate(batches, num_accumulation_steps, num_dummy_batches):
-            for i, batch in enumerate(batches, start=1):
-                is_last = i == len(batches)
-                outputs.append(self._gradient_step.micro_batch(batch, is_last))
+        with self._gradient_step.accumulate(
+            micro_batches, num_accumulation_steps, num_dummy_batches
+        ):
+            for i, micro_batch in enumerate(micro_batches, start=1):
+                is_last = i == len(micro_batches)
+                outputs.append(self._gradient_step.micro_batch(micro_batch, is_last))
 
         num_steps = self._progress.total_batches_completed + 1
         for schedule in (self._learning_rate_scheduler, self._momentum_scheduler):
@@ -645,7 +647,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         is_step_to_log = self._step_metrics.logging_interval.finish_step()
         if is_step_to_log or is_step_to_save or self._gradient_step.has_failed:
             status = self._synchronize(epoch)
-        self._call_on_batch(batches, outputs, grad_norm, epoch)
+        self._call_on_batch(micro_batches, outputs, grad_norm, epoch)
         if checkpointer is not None:
             if status is not None and status.is_time_to_save:
                 checkpointer.is_time = True
@@ -656,7 +658,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @phases.mark_phase(phases.CALLBACKS)
     def _call_on_batch(
         self,
-        batches: List[TensorDict],
+        micro_batches: List[TensorDict],
         outputs: List[Dict[str, torch.Tensor]],
         grad_norm: Union[torch.Tensor, float, None],
         epoch: int,
@@ -667,7 +669,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         for callback in self._callbacks:
             callback.on_batch(
                 self,
-                batches,
+                micro_batches,
                 outputs,
                 metrics,
                 epoch,
@@ -683,7 +685,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._raise_if_interrupted(
                 f"during the validation of epoch {self._progress.epochs_completed + 1}"
             )
-            self._extensions.start_step([batch])
+            self._extensions.receive_micro_batches([batch])
             self._loss_of_validation.count_tokens(batch)
             self._gathered_evaluation.start_batch()
         batch = self._prepare_batch(batch)
@@ -696,14 +698,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._loss_of_validation.add(outputs)
         return outputs
 
-    def _run_forward(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
+    def _forward_micro_batch(self, batch: TensorDict) -> Dict[str, torch.Tensor]:
         # Looked up in each micro-batch, because a callback may have replaced it.
         with self._distributed_metrics.defer():
             return self.batch_outputs(batch, for_training=True)
 
-    def _batch_outputs_in_step(self, batch: TensorDict, for_training: bool) -> Dict[str, Any]:
+    def _forward_prepared(self, batch: TensorDict) -> Dict[str, Any]:
         with self._distributed_metrics.defer():
-            return super().batch_outputs(batch, for_training)
+            return super().batch_outputs(batch, for_training=True)
 
     def _prepare_batch(self, batch: TensorDict) -> TensorDict:
         """Broadcasts the buffers of rank 0, and moves the batch to the device."""
@@ -872,7 +874,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "gradient_synchronization": self._gradient_synchronizer,
             "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
             **self._extensions.parts(),
-            "replay": self._fast_forward,
+            "replay": self._fast_forward,  # its name in the checkpoints of all versions
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -937,8 +939,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         one.
         """
         size = micro_batch_size(self.data_loader) or 1
-        num_readers = self._extensions.num_readers
-        return size * self._num_gradient_accumulation_steps * num_readers
+        return size * self._num_gradient_accumulation_steps * self.data_parallel_size
 
     def save_best_weights(self) -> None:
         """
@@ -1255,11 +1256,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         return self._num_epochs
 
     @property
-    def num_readers(self) -> int:
+    def data_parallel_size(self) -> int:
         """
         Returns the number of workers, or of groups that share sequences, that read different data.
         """
-        return self._extensions.num_readers
+        return self._extensions.data_parallel_size
 
     @classmethod
     @override
@@ -1330,10 +1331,9 @@ def _keep_group_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _length(part: Stateful) -> Dict[str, Any]:
-    """
-    Returns the length of a schedule that ends with the training. A run that is resumed with more
-    epochs uses the schedule of the new number, and not that of the former, which has ended.
-    """
+    """Returns the length of a schedule that ends with the training."""
     if not isinstance(part, Scheduler):
         return {}
+    # A run that is resumed with more epochs uses the schedule of the new number, and not that of
+    # the former, which has ended.
     return {name: value for name, value in vars(part).items() if name in _LENGTHS}

@@ -199,10 +199,11 @@ def test_workers_that_share_sequences_must_have_the_same_batches(tokenizer: str)
     def work(rank: int) -> str:
         sequences = SequenceParallelism(2, context_of(constructed_model()))
         same = {"input_ids": torch.arange(6).view(2, 3)}
-        sequences.start_step([same, {"input_ids": torch.tensor([[1, 2]])}])
+        sequences.receive_micro_batches([same, {"input_ids": torch.tensor([[1, 2]])}])
         sequences.check(CPU)
         # The same tokens, in another order.
-        sequences.start_step([same, {"input_ids": torch.tensor([[1, 2]]).roll(rank // 3, 1)}])
+        moved = torch.tensor([[1, 2]]).roll(rank // 3, 1)
+        sequences.receive_micro_batches([same, {"input_ids": moved}])
         with pytest.raises(RuntimeError) as error:
             sequences.check(CPU)
         return str(error.value)
@@ -247,7 +248,7 @@ def context_of(model: Model, *data_loaders: Any) -> StepContext:
         callbacks=[],
         data_loaders=data_loaders,
         forward=trainer.forward,
-        batch_outputs=trainer.batch_outputs,
+        forward_prepared=trainer.batch_outputs,
         prepare=trainer.prepare,
     )
 

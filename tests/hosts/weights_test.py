@@ -5,7 +5,7 @@ from typing import Any, Dict
 
 import pytest
 
-from allennlp_deepspeed.checkpoint import shared_directory
+from allennlp_deepspeed.checkpoint import directories as tokens
 from tests.support.experiment import (
     Experiments,
     Result,
@@ -36,7 +36,7 @@ def test_two_hosts_train_to_the_weights_of_one_with_all_the_workers(
         zero["zero_hpz_partition_size"] = 2
     directories = [tmp_path / host.name for host in two_hosts.hosts]
     # What a start leaves that was killed while the hosts met.
-    shared_directory.write_token(str(directories[1]), shared_directory.new_key(), 1)
+    tokens.write_token(str(directories[1]), tokens.new_key(), 1)
     for run in two_hosts.train(config, directories):
         run.check()
     weights = Result(directories[0]).weights()

@@ -47,7 +47,11 @@ def seen(epochs: List[List[Dict[str, Any]]]) -> List[List[int]]:
 def seen_by_groups(loader: Any, group_size: int) -> List[List[int]]:
     return seen(
         [
-            [batch for group in BatchGroups(loader, group_size, CPU) for batch in group.batches]
+            [
+                batch
+                for group in BatchGroups(loader, group_size, CPU)
+                for batch in group.micro_batches
+            ]
             for _ in range(NUM_EPOCHS)
         ]
     )

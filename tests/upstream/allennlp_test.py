@@ -165,7 +165,7 @@ def test_a_training_that_is_continued_gathers_layers_forever() -> bool:
     return len(model._forward_hooks) > 0
 
 
-@worked_around_by("training.train_model.DeepSpeedTrainModel")
+@worked_around_by("training.deepspeed_train_model.DeepSpeedTrainModel")
 def test_the_primary_alone_evaluates_the_test_set() -> bool:
     """By the source, because it takes several workers."""
     source = inspect.getsource(train_command._train_worker)

@@ -74,7 +74,7 @@ def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     return not torch.equal(weights_after_steps(30), weights_after_steps(0))
 
 
-@worked_around_by("engine.engine_workarounds.allow_plain_backward")
+@worked_around_by("engine.internals.allow_plain_backward")
 def test_stage_0_refuses_backward_of_a_loss() -> bool:
     engine = engine_of(linear())
     return _fails(lambda: engine(torch.ones(1, 1)).sum().backward())

@@ -5,7 +5,7 @@ from typing import Any, Dict, Optional
 import pytest
 import torch
 
-from allennlp_deepspeed.config.torch_compile_settings import torch_compile_settings
+from allennlp_deepspeed.config.structured_keys import torch_compile_settings
 from tests.unit.config.config_test import resolve
 
 LEAVES = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["BertLayer"]}}}

@@ -49,6 +49,18 @@ CASES: Dict[str, Any] = {
         [[0, 2**40], [1, 2**40], [2, 2**40]],
         [[0, 2**40]],
     ),
+    "problem of one rank": (
+        lambda rank: collectives.gather_problems("damaged" if rank == 1 else None),
+        ["damaged"],
+        [],
+    ),
+    "problems of all ranks": (
+        lambda rank: collectives.gather_problems(["no", "damaged", "no"][rank]),
+        ["no", "damaged"],
+        ["no"],
+    ),
+    "the same": (lambda rank: collectives.is_same_on_all_ranks(2**32 - 1, CPU), True, True),
+    "another": (lambda rank: collectives.is_same_on_all_ranks(rank // 2, CPU), False, True),
     "world size": (lambda rank: collectives.world_size(), WORLD_SIZE, 1),
 }
 
