@@ -602,7 +602,8 @@ DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
 def _refuse_replaced(trainer: TrainerProtocol) -> None:
     shards = Shards(trainer.engine)
     now = dict(trainer.model.named_parameters(remove_duplicate=False))
-    for parameter in shards.trained & trainer.engine.param_names.keys():
+    # In the order of the model, so that all ranks and runs name the same one.
+    for parameter in (p for p in trainer.engine.param_names if p in shards.trained):
         name = shards.names[parameter]
         if parameter.requires_grad and now.get(name) not in trainer.engine.param_names:
             raise ConfigurationError(

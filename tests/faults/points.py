@@ -178,7 +178,7 @@ def install(points: FaultPoints) -> None:
     before(FastForward, "skip_step", "catching_up")
     before(DeepSpeedTrainer, "batch_outputs", "forward")
     before(DeepSpeedEngine, "backward", "backward")
-    before(GradientStep, "step", "step")
+    before(GradientStep, "_step_engine", "step")
     before(DeepSpeedTrainer, "_call_on_batch", "after_step")
     before(EpochMetricsCallback, "on_epoch", "on_epoch")
     before(DeepSpeedCheckpointer, "finish", "finish")
