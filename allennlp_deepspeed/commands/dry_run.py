@@ -6,7 +6,6 @@ without weights.
 import builtins
 import copy
 import io
-import itertools
 import logging
 import os
 import tempfile
@@ -286,8 +285,6 @@ def _in_this_process(params: Params) -> Params:
 
 def _limit(reader: DatasetReader) -> None:
     """Limits the instances that a reader yields, and those of readers in it."""
-    # The reader does so for each file.
-    itertools.islice((), reader.max_instances)
     limits = [reader.max_instances, NUM_INSTANCES]
     reader.max_instances = min(limit for limit in limits if limit is not None)
     for value in vars(reader).values():

@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, TextIO
 
@@ -202,11 +202,10 @@ class Trial:
         """Trains, and prints a line for each stage when it ends, unless that is a resumption."""
         path = Path(directory) / "events.jsonl"
         path.unlink(missing_ok=True)
-        stages = _Stages(path, self._states)
         try:
             with (
                 _output_to(Path(directory) / "output.txt") as console,
-                _following(stages, None if recover else console),
+                nullcontext() if recover else _printing(_Stages(path, self._states), console),
             ):
                 train_command.train_model(
                     Params(self._limited(str(path), num_epochs)),
@@ -290,7 +289,7 @@ class _Stages:
 
 
 @contextmanager
-def _following(stages: _Stages, console: Optional[TextIO]) -> Iterator[None]:
+def _printing(stages: _Stages, console: TextIO) -> Iterator[None]:
     """Context manager that prints the lines of stages on a console while a training goes on."""
     has_ended = threading.Event()
 
@@ -299,17 +298,15 @@ def _following(stages: _Stages, console: Optional[TextIO]) -> Iterator[None]:
             _print(*stages.new_lines(), file=console)
 
     thread = threading.Thread(target=follow, daemon=True)
-    if console is not None:
-        thread.start()
+    thread.start()
     is_whole = False
     try:
         yield
         is_whole = True
     finally:
-        if console is not None:
-            has_ended.set()
-            thread.join()
-            _print(*stages.new_lines(is_whole), file=console)
+        has_ended.set()
+        thread.join()
+        _print(*stages.new_lines(is_whole), file=console)
 
 
 def _print(*lines: str, file: Optional[TextIO] = None) -> None:

@@ -2,10 +2,11 @@
 Keys of a model by which embeddings have sparse gradients.
 """
 
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Dict
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.config.values import values_in
 
 
 def check_sparse_embeddings(model: Any, resolved: ResolvedConfig) -> None:
@@ -24,8 +25,8 @@ def check_sparse_embeddings(model: Any, resolved: ResolvedConfig) -> None:
     if resolved.zero_stage == 0:
         return
     errors = ConfigErrors()
-    for path, section in _sections(model, "model"):
-        for key in ("sparse", "sparse_embeddings"):
+    for path, section in [("model", model), *values_in(model, "model")]:
+        for key in ("sparse", "sparse_embeddings") if isinstance(section, dict) else ():
             if section.get(key) is True and _has_embedding(section, key):
                 errors.add(
                     f"'{path}.{key}' is true, but DeepSpeed can't reduce sparse gradients at ZeRO "
@@ -40,12 +41,3 @@ def _has_embedding(section: Dict[str, Any], key: str) -> bool:
     if key == "sparse":
         return section.get("type", "embedding") == "embedding" and "embedding_dim" in section
     return section.get("num_samples") is not None
-
-
-def _sections(value: Any, path: str) -> Iterator[Tuple[str, Dict[str, Any]]]:
-    """All objects in a value, with their paths."""
-    if isinstance(value, dict):
-        yield path, value
-    items: Any = value.items() if isinstance(value, dict) else ()
-    for key, each in enumerate(value) if isinstance(value, list) else items:
-        yield from _sections(each, f"{path}.{key}")

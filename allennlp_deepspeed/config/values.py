@@ -4,7 +4,16 @@ Tests the types of config values, and quotes them in messages.
 
 import json
 import math
-from typing import Any, TypeGuard
+from typing import Any, Iterator, Tuple, TypeGuard
+
+
+def values_in(value: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
+    """Yields all values of a section at any depth, each with its dotted path from `path` on."""
+    items: Any = value.items() if isinstance(value, dict) else ()
+    for key, part in enumerate(value) if isinstance(value, list) else items:
+        here = f"{path}.{key}" if path else str(key)
+        yield here, part
+        yield from values_in(part, here)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -333,8 +333,8 @@ class _Agent(LocalElasticAgent):
         with suppress(RendezvousConnectionError, dist.DistError):
             if result is not None:
                 self._rdzv_handler.shutdown()
-            if result is not None and not result.is_failed() and len(self._members) > 1:
-                self._leave_together()
+                if not result.is_failed() and len(self._members) > 1:
+                    self._leave_together()
         return result
 
     def _leave_together(self) -> None:

@@ -8,7 +8,7 @@ import copy
 import inspect
 import json
 import math
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
+from typing import Any, Dict, List, Optional, Type
 
 import torch
 from allennlp.commands.train import TrainModel
@@ -41,7 +41,7 @@ from allennlp_deepspeed.config.schema_validation import lookup, validate
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
-from allennlp_deepspeed.config.values import as_json, is_integer, is_number
+from allennlp_deepspeed.config.values import as_json, is_integer, is_number, values_in
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import sequence_groups
 from allennlp_deepspeed.engine.optimizer_check import check_optimizer
@@ -89,7 +89,7 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         if on_this_machine:
             section_check.check_is_complete(config, errors)
         section_check.check_registered(config, errors)
-        section_check.check_batch_sizes(config, errors)
+        section_check.check_sizes(config, errors)
     _check_sizes(config["trainer"], errors)
     nodes.check(config.get("distributed"), errors)
     _check_trainer_keys(config["trainer"], errors)
@@ -198,8 +198,9 @@ def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
         if is_number(value) and value > maximum:
             errors.add(f"'trainer.{key}' is {as_json(value)}: must be at most {maximum}")
     for name in _IN_FP32:
-        for path, value in _numbers_in(trainer.get(name), f"trainer.{name}"):
-            if _MAX_FP32 < abs(value) != math.inf:
+        section = f"trainer.{name}", trainer.get(name)
+        for path, value in [section, *values_in(section[1], section[0])]:
+            if is_number(value) and _MAX_FP32 < abs(value) != math.inf:
                 errors.add(f"'{path}' is {as_json(value)}: must be at most {_MAX_FP32:.4g}")
 
 
@@ -211,14 +212,6 @@ _MAXIMA = {
     # The loss is multiplied in fp32.
     "deepspeed_config.fp16.initial_scale_power": 127,
 }
-
-
-def _numbers_in(value: Any, path: str) -> Iterator[Tuple[str, float]]:
-    if is_number(value):
-        yield path, value
-    items: Any = value.items() if isinstance(value, dict) else ()
-    for key, part in enumerate(value) if isinstance(value, list) else items:
-        yield from _numbers_in(part, f"{path}.{key}")
 
 
 def check_devices(config: Dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ AllenNLP finds them wrong after it has read the data, or not at all.
 """
 
 import inspect
-from typing import Any, Dict, Iterator, List, Tuple, Type
+import sys
+from typing import Any, Dict, List, Tuple, Type
 
 from allennlp.commands.train import TrainModel
 from allennlp.common import Registrable
@@ -19,7 +20,7 @@ from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import did_you_mean, unregistered
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
-from allennlp_deepspeed.config.values import as_json, is_integer, unquoted
+from allennlp_deepspeed.config.values import as_json, is_integer, is_number, unquoted, values_in
 
 # Of AllenNLP's train command, which doesn't pass them to the train loop.
 _OF_COMMAND = ("type", "distributed", "random_seed", "numpy_seed", "pytorch_seed")
@@ -61,17 +62,9 @@ def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
     for name, parameter in _arguments(config).items():
         if parameter.default is inspect.Parameter.empty and name not in config:
-            found = next(_paths_of(name, config), None)
+            found = next((path for path, _ in values_in(config) if path.endswith(f".{name}")), None)
             advice = f"is it '{found}'?" if found else "see docs/configuration.md"
             errors.add(f"'{name}' is missing at the top level of the config: {advice}")
-
-
-def _paths_of(name: str, value: Any, path: str = "") -> Iterator[str]:
-    items: Any = value.items() if isinstance(value, dict) else ()
-    for key, part in enumerate(value) if isinstance(value, list) else items:
-        if key == name:
-            yield f"{path}{key}"
-        yield from _paths_of(name, part, f"{path}{key}.")
 
 
 def _arguments(config: Dict[str, Any]) -> Dict[str, inspect.Parameter]:
@@ -129,9 +122,10 @@ _TRAINER_BASES: Dict[str, Type[Registrable]] = {
 }
 
 
-def check_batch_sizes(config: Dict[str, Any], errors: ConfigErrors) -> None:
+def check_sizes(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
-    Refuses batch sizes that aren't positive integers, in data loaders and everything in them.
+    Refuses batch sizes that aren't positive integers, in data loaders and everything in them, and
+    numbers of instances that a reader can't count to.
 
     # Parameters
 
@@ -140,10 +134,20 @@ def check_batch_sizes(config: Dict[str, Any], errors: ConfigErrors) -> None:
     errors : `ConfigErrors`, required.
         Collects a line for each.
     """
+    for section in ("dataset_reader", "validation_dataset_reader"):
+        for path, number in values_in(config.get(section), section):
+            is_limit = path.endswith(".max_instances") and is_number(number)
+            if is_limit and not 0 < number <= sys.maxsize:
+                errors.add(
+                    f"'{path}' is {as_json(number)}: must be an integer from 1 to {sys.maxsize}"
+                )
     for section in ("data_loader", "validation_data_loader"):
         loader = config.get(section)
-        for path, size in _sizes_in(loader, section):
-            if not (is_integer(size) and 0 < size <= _MAX_BATCH_SIZE):
+        for path, size in values_in(loader, section):
+            is_size = path.endswith(".batch_size") and not isinstance(
+                size, (dict, list, type(None))
+            )
+            if is_size and not (is_integer(size) and 0 < size <= _MAX_BATCH_SIZE):
                 errors.add(
                     f"'{path}' is {as_json(size)}: must be an integer above 0{unquoted(size)}"
                 )
@@ -156,12 +160,3 @@ def check_batch_sizes(config: Dict[str, Any], errors: ConfigErrors) -> None:
                     f"makes the batches: remove one of them ('{section}.batch_sampler' may have "
                     f'a "{key}" of its own)'
                 )
-
-
-def _sizes_in(value: Any, path: str) -> Iterator[Tuple[str, Any]]:
-    items: Any = value.items() if isinstance(value, dict) else ()
-    for key, part in enumerate(value) if isinstance(value, list) else items:
-        here = f"{path}.{key}"
-        if key == "batch_size" and part is not None and not isinstance(part, (dict, list)):
-            yield here, part
-        yield from _sizes_in(part, here)

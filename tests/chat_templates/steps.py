@@ -5,10 +5,9 @@ its chat templates, and writes `benchmarks/results/chat_steps.md`. Needs the pac
 
 import argparse
 import logging
-import sys
-import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Dict, List
+from typing import List
 
 import torch
 from allennlp.data import Vocabulary
@@ -21,7 +20,7 @@ from tests.chat_templates.cases import CASES, NUM_STEPS, Case
 from tests.chat_templates.tokenizer import tokenizer_for
 from tests.chat_templates.trl_training import SEED, train_with_trl
 from tests.fixtures.tiny_lm import LLAMA
-from tests.support.steps_beside import difference
+from tests.support.steps_beside import Comparisons, losses_and_differences
 
 PROGRAM = "python -m tests.chat_templates.steps"
 
@@ -40,7 +39,7 @@ HEADINGS = (
 )
 
 
-def compare(case: Case, templates: Path, directory: Path, footnotes: Dict[str, int]) -> List[str]:
+def compare(case: Case, templates: Path, directory: Path, comparisons: Comparisons) -> List[str]:
     """
     Returns a row of the table.
 
@@ -68,19 +67,13 @@ def compare(case: Case, templates: Path, directory: Path, footnotes: Dict[str, i
         counts = {ids.count(bos_token_id) for ids in [*actual.examples, *expected.examples]}
         if counts != {1}:
             raise RuntimeError(f"Examples have {counts} tokens for the beginning of a text.")
-    result = difference(actual, expected, initial)
-    if result.is_within_tolerance == bool(case.footnote):
-        raise RuntimeError(f"{result}, {actual.losses}, {expected.losses}")
-    mark = ""
-    if case.footnote:
-        mark = f" ({footnotes.setdefault(case.footnote, len(footnotes) + 1)})"
+    columns = losses_and_differences(actual, expected, initial, bool(case.footnote))
     return [
         case.template,
-        case.data_and_options + mark,
+        case.data_and_options + comparisons.mark(case.footnote),
         case.kind,
         *map(str, (case.accumulation, case.stage, case.world_size, case.trl_workers)),
-        *(f"{loss:.4f}" for loss in (actual.losses[0], actual.losses[-1])),
-        *(f"{value:.0e}" for value in result),
+        *columns,
     ]
 
 
@@ -94,20 +87,10 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     templates = Path(trl.__file__).parent / "chat_templates"
-    rows: List[List[str]] = []
-    failures: List[str] = []
-    footnotes: Dict[str, int] = {}
+    comparisons = Comparisons()
     for case in sorted(CASES, key=lambda case: case.template):
-        if not case.template.startswith(arguments.only):
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                rows.append(compare(case, templates, Path(directory), footnotes))
-            except (RuntimeError, AssertionError) as error:  # of a worker, too
-                failures.append(f"{case}: {error}")
-                print(failures[-1], flush=True)
-            else:
-                print(*rows[-1], sep=" | ", flush=True)
+        if case.template.startswith(arguments.only):
+            comparisons.add(str(case), partial(compare, case, templates, comparisons=comparisons))
     names = {case.template for case in CASES} - {"smollm2"}
     text = report.document(
         "Steps beside TRL",
@@ -121,8 +104,8 @@ def main() -> None:
         "weights is a part of their change in training. "
         f"{sum(not case.footnote for case in CASES)} of {len(CASES)} are the same, and for each "
         "of the others a note has the reason.",
-        report.table(HEADINGS, rows),
-        "\n".join(f"{number}. {note}" for note, number in footnotes.items()),
+        report.table(HEADINGS, comparisons.rows),
+        comparisons.notes(),
         "- **Training template**: the reader's `chat_template` is TRL's training template, which "
         "TRL takes by itself.\n"
         "- **`max_length`**: both cut off the end of the full conversation, prompt included.\n"
@@ -133,9 +116,7 @@ def main() -> None:
         f"{report.describe(report.heading(1, 'transformers', 'peft'), with_workers=False)} "
         "`make chat-steps` runs it again.",
     )
-    if not arguments.only and not failures:
-        (arguments.output / "chat_steps.md").write_text(text)
-    sys.exit("\n".join(failures))
+    comparisons.finish(arguments.output / "chat_steps.md", text, is_whole=not arguments.only)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ Check = Callable[..., Run]
 
 @pytest.fixture
 def check(project: Path, tmp_path: Path) -> Check:
-    def run(change: Tuple[str, str], *arguments: str) -> Run:
+    def run(change: Tuple[str, str], *arguments: str, package: str = "tests.fixtures") -> Run:
         old, new = change
         assert old in BASE
         (tmp_path / "config.jsonnet").write_text(BASE.replace(old, new, 1))
@@ -150,7 +150,7 @@ def check(project: Path, tmp_path: Path) -> Check:
             "check",
             f"{tmp_path.name}.jsonnet",
             *arguments,
-            include_packages=("allennlp_deepspeed", "tests.fixtures"),
+            include_packages=("allennlp_deepspeed", package),
             environment={"TRANSFORMER": "bert", "TMPDIR": str(tmp_path)},
             enter=functools.partial(os.chdir, project),
         )
@@ -240,10 +240,17 @@ def test_trying_a_sound_config_trains_and_leaves_nothing(
     ):
         assert any(line.startswith(stage) for line in stages), (stage, run.output)
     assert "validation_macro_f1" in run.output
+    assert "of CPU memory are free" not in run.output
     assert not run.processes
     assert os.listdir(tmp_path) == ["config.jsonnet"]
     after = [name for name in os.listdir(project) if not name.endswith(".jsonnet")]
     assert sorted(after) == [name for name in before if not name.endswith(".jsonnet")]
+
+
+def test_too_little_memory_is_told_before_the_trial(check: Check) -> None:
+    run = check(WORKERS, "--try", package="tests.end_to_end.little_memory").check()
+    before = run.output.partition("data, model and engine")[0]
+    assert "model states for 2 workers, and 0 bytes of CPU memory are free" in before
 
 
 def test_a_malformed_datum_is_told_with_its_file_and_line(

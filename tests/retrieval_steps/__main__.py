@@ -5,10 +5,9 @@ Trains a tiny bi-encoder for six steps beside the trainer of sentence-transforme
 
 import argparse
 import logging
-import sys
-import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Dict, List
+from typing import List
 
 import torch
 from transformers import AutoModel, AutoTokenizer
@@ -17,7 +16,7 @@ from benchmarks.harness import report
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.retrieval_steps.cases import CASES, NUM_STEPS, Case
 from tests.retrieval_steps.trainings import train, train_with_sentence_transformers
-from tests.support.steps_beside import difference
+from tests.support.steps_beside import Comparisons, losses_and_differences
 
 SEED = 3
 
@@ -36,7 +35,7 @@ HEADINGS = (
 )
 
 
-def compare(case: Case, directory: Path, footnotes: Dict[str, int]) -> List[str]:
+def compare(case: Case, directory: Path, comparisons: Comparisons) -> List[str]:
     """
     Returns a row of the table.
 
@@ -61,20 +60,14 @@ def compare(case: Case, directory: Path, footnotes: Dict[str, int]) -> List[str]
     initial, expected = train_with_sentence_transformers(case, base, directory / "others")
     (directory / "own").mkdir()
     actual = train(case, base, directory / "own")
-    result = difference(actual, expected, initial)
-    if result.is_within_tolerance == bool(case.footnote):
-        raise RuntimeError(f"{result}, {actual.losses}, {expected.losses}")
-    mark = ""
-    if case.footnote:
-        mark = f" ({footnotes.setdefault(case.footnote, len(footnotes) + 1)})"
+    columns = losses_and_differences(actual, expected, initial, bool(case.footnote))
     return [
         f"`{case.loss}`",
         case.pooling,
         "yes" if case.normalize else "no",
-        case.options + mark,
+        case.options + comparisons.mark(case.footnote),
         *map(str, (case.accumulation, case.stage, case.world_size)),
-        *(f"{loss:.4f}" for loss in (actual.losses[0], actual.losses[-1])),
-        *(f"{value:.0e}" for value in result),
+        *columns,
     ]
 
 
@@ -86,20 +79,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    rows: List[List[str]] = []
-    failures: List[str] = []
-    footnotes: Dict[str, int] = {}
+    comparisons = Comparisons()
     for number, case in enumerate(CASES):
-        if arguments.only and number not in arguments.only:
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                rows.append(compare(case, Path(directory), footnotes))
-            except (RuntimeError, AssertionError) as error:  # of a worker, too
-                failures.append(f"{number}: {case}: {error}")
-                print(failures[-1], flush=True)
-            else:
-                print(number, *rows[-1], sep=" | ", flush=True)
+        if not arguments.only or number in arguments.only:
+            comparisons.add(f"{number}: {case}", partial(compare, case, comparisons=comparisons))
     text = report.document(
         "Steps beside sentence-transformers",
         f"A tiny BERT trains {NUM_STEPS} steps of SGD as a `bi_encoder`, and with the "
@@ -109,8 +92,8 @@ def main() -> None:
         "step. The difference of weights is a part of their change in training. "
         f"{sum(not case.footnote for case in CASES)} of {len(CASES)} are the same, and for each "
         "of the others a note has the reason.",
-        report.table(HEADINGS, rows),
-        "\n".join(f"{number}. {note}" for note, number in footnotes.items()),
+        report.table(HEADINGS, comparisons.rows),
+        comparisons.notes(),
         "- **Losses** whose name begins with `Cached` have gradient caching, here with "
         "`grad_cache`. With dropout both begin each step with the same random state and encode "
         "chunks in the same order, and all texts have the same number of tokens. Without caching, "
@@ -128,9 +111,7 @@ def main() -> None:
         f"{report.describe(report.heading(1, 'transformers'), with_workers=False)} "
         "`make retrieval-steps` runs it again.",
     )
-    if not arguments.only and not failures:
-        (arguments.output / "retrieval_steps.md").write_text(text)
-    sys.exit("\n".join(failures))
+    comparisons.finish(arguments.output / "retrieval_steps.md", text, is_whole=not arguments.only)
 
 
 if __name__ == "__main__":

@@ -171,17 +171,8 @@ class _SeedsOfOwnSteps(TrainerCallback):
         torch.manual_seed(0)
 
     @override
-    def on_batch(
-        self,
-        trainer: Any,
-        batch_inputs: Any,
-        batch_outputs: Any,
-        batch_metrics: Any,
-        epoch: int,
-        batch_number: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        batch_number = args[4]
         torch.manual_seed(batch_number)
 
 

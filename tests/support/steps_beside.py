@@ -5,9 +5,11 @@ of each step, and the weights after them.
 
 import os
 import signal
+import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 from unittest import mock
 
 import numpy as np
@@ -58,6 +60,60 @@ def difference(actual: Trained, expected: Trained, initial: Weights) -> Differen
     )
     pairs = zip(actual.losses, expected.losses, strict=True)
     return Difference(max(abs(a - b) for a, b in pairs), float(differences / changes))
+
+
+class Comparisons:
+    """The rows of a table of trainings that are compared, its notes, and what fails."""
+
+    def __init__(self) -> None:
+        self.rows: List[List[str]] = []
+        self._failures: List[str] = []
+        self._footnotes: Dict[str, int] = {}
+
+    def add(self, name: str, compare: Callable[[Path], List[str]]) -> None:
+        """Adds the row that a function returns, which is called with an empty directory."""
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                self.rows.append(compare(Path(directory)))
+            except (RuntimeError, AssertionError) as error:  # of a worker, too
+                self._failures.append(f"{name}: {error}")
+                print(self._failures[-1], flush=True)
+            else:
+                print(*self.rows[-1], sep=" | ", flush=True)
+
+    def mark(self, footnote: Optional[str]) -> str:
+        """Returns the number of a footnote in parentheses, and "" if there is none."""
+        if not footnote:
+            return ""
+        return f" ({self._footnotes.setdefault(footnote, len(self._footnotes) + 1)})"
+
+    def notes(self) -> str:
+        return "\n".join(f"{number}. {note}" for note, number in self._footnotes.items())
+
+    def finish(self, path: Path, text: str, is_whole: bool) -> None:
+        """Writes the page if all cases were compared, and exits."""
+        if is_whole and not self._failures:
+            path.write_text(text)
+        # An empty string would be a failure, too.
+        sys.exit("\n".join(self._failures) or None)
+
+
+def losses_and_differences(
+    actual: Trained, expected: Trained, initial: Weights, has_footnote: bool
+) -> List[str]:
+    """
+    Returns the last four columns of a row: the first and the last loss, and the differences.
+
+    # Raises
+
+    `RuntimeError`
+        If the losses or the weights differ without a footnote, or don't with one.
+    """
+    result = difference(actual, expected, initial)
+    if result.is_within_tolerance == has_footnote:
+        raise RuntimeError(f"{result}, {actual.losses}, {expected.losses}")
+    losses = [f"{loss:.4f}" for loss in (actual.losses[0], actual.losses[-1])]
+    return [*losses, *(f"{value:.0e}" for value in result)]
 
 
 class StepLosses(TrainerCallback):

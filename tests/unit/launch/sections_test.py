@@ -35,6 +35,7 @@ WRONG = [
         for n in (1e15,)
     ),
     {"trainer.deepspeed_config": {"fp16": {"initial_scale_power": 2**70}}},
+    *({"dataset_reader.max_instances": number} for number in (2**70, -1)),
 ]
 
 
