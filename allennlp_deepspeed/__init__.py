@@ -28,16 +28,16 @@ from allennlp_deepspeed import (
     attention,
     compat,
     contrastive,
-    distributed_metrics,
     language_modeling,
 )
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.engine.activation_checkpointing import DeepSpeedCheckpointWrapper
-from allennlp_deepspeed.engine.sequence_groups import reading_by_groups
+from allennlp_deepspeed.engine.lifecycle.activation_checkpointing import DeepSpeedCheckpointWrapper
+from allennlp_deepspeed.engine.process.sequence_groups import reading_by_groups
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.lora import LoraEmbedder
+from allennlp_deepspeed.metrics import distributed_metrics
 from allennlp_deepspeed.reports.profiler_callback import ProfilerCallback
 from allennlp_deepspeed.training.deepspeed_train_model import DeepSpeedTrainModel
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer

@@ -8,8 +8,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import frozen_parameters, serialization
 from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
-from allennlp_deepspeed.engine import weights
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.parameters import weights
 from allennlp_deepspeed.frozen_weights import RECORDS_KEY, FrozenRecord
 
 

@@ -45,9 +45,11 @@ from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import collectives, internals, phases
-from allennlp_deepspeed.engine.offloaded_optimizers import adapt_loaded_states
-from allennlp_deepspeed.engine.shards import Shards
+from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.lifecycle import phases
+from allennlp_deepspeed.engine.optimizers.offloaded_optimizers import adapt_loaded_states
+from allennlp_deepspeed.engine.parameters.shards import Shards
+from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.frozen_weights import check_same
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
 
 _TOKEN = re.compile(r"token_([0-9a-f]{32})_(\d+)\.tmp$")
 

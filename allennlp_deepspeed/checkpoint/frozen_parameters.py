@@ -15,8 +15,9 @@ from allennlp.models import Model
 
 from allennlp_deepspeed.checkpoint.saved_config import read_config
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
-from allennlp_deepspeed.engine import collectives, weights
-from allennlp_deepspeed.engine.released_parameters import access_allowed
+from allennlp_deepspeed.engine.parameters import weights
+from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
+from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.frozen_weights import FrozenRecord
 
 

@@ -15,7 +15,7 @@ import torch
 from allennlp.training.metrics import Metric
 
 from allennlp_deepspeed.deepspeed_api import get_accelerator
-from allennlp_deepspeed.distributed_metrics import summed_attributes
+from allennlp_deepspeed.metrics.distributed_metrics import summed_attributes
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
-from allennlp_deepspeed.engine.shards import Shards, local_partition
+from allennlp_deepspeed.engine.parameters.shards import Shards, local_partition
 
 
 def is_needed(record: CommitRecord, world_size: int) -> bool:

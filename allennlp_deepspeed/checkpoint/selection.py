@@ -16,8 +16,8 @@ from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
 from allennlp_deepspeed.config.values import is_count
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.shards import Shards, full_shape
+from allennlp_deepspeed.engine.parameters.shards import Shards, full_shape
+from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
 )
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.shards import Shards
+from allennlp_deepspeed.engine.parameters.shards import Shards
 
 ElementRange = Tuple[int, int]
 """A range of elements of a flattened parameter: the index of the first one, and their number."""

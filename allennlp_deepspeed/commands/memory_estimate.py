@@ -18,16 +18,16 @@ from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.config.values import as_json
-from allennlp_deepspeed.engine.model_check import check_model
-from allennlp_deepspeed.engine.model_states import (
+from allennlp_deepspeed.engine.lifecycle.model_states import (
     ModelSize,
     ModelStates,
     elements_of_modules,
     model_states,
     optimizer_bytes,
 )
-from allennlp_deepspeed.engine.offloaded_optimizers import registered_class
-from allennlp_deepspeed.engine.optimizer_check import check_optimizer
+from allennlp_deepspeed.engine.optimizers.offloaded_optimizers import registered_class
+from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer
+from allennlp_deepspeed.engine.parameters.model_check import check_model
 from allennlp_deepspeed.launch import preflight
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.training.construction import freeze

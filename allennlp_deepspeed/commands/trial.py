@@ -28,7 +28,7 @@ from typing_extensions import override
 
 import allennlp_deepspeed
 from allennlp_deepspeed.commands.estimate import only_warnings
-from allennlp_deepspeed.engine.model_states import ModelStates
+from allennlp_deepspeed.engine.lifecycle.model_states import ModelStates
 from allennlp_deepspeed.launch import failures
 from allennlp_deepspeed.launch.preflight import worker_devices
 from allennlp_deepspeed.training.trainer import HOW_TO_CONTINUE

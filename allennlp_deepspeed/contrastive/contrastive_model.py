@@ -10,7 +10,7 @@ from allennlp.nn import RegularizerApplicator
 from typing_extensions import override
 
 from allennlp_deepspeed.contrastive.gathering import gather_examples, sum_over_ranks
-from allennlp_deepspeed.engine.collectives import world_size
+from allennlp_deepspeed.engine.process.collectives import world_size
 
 
 class ContrastiveModel(Model):

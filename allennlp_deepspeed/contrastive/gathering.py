@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from allennlp_deepspeed.engine.collectives import all_gather_integers, world_size
+from allennlp_deepspeed.engine.process.collectives import all_gather_integers, world_size
 
 _ALIGNMENT = 8  # bytes, the size of the largest element that a tensor can have
 

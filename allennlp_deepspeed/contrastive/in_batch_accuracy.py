@@ -5,7 +5,7 @@ import torch.distributed as dist
 from allennlp.training.metrics import Metric
 from typing_extensions import override
 
-from allennlp_deepspeed.engine.collectives import world_size
+from allennlp_deepspeed.engine.process.collectives import world_size
 
 
 @Metric.register("in_batch_accuracy")

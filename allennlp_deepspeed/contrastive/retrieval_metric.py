@@ -8,7 +8,7 @@ from allennlp.common.util import is_distributed
 from allennlp.training.metrics import Metric
 from typing_extensions import override
 
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
 
 # Documents are ranked in blocks of this number of pairs by this number of documents: 2**24 scores.
 BLOCK_SIZE = 2**12

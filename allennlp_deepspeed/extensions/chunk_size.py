@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
-from allennlp_deepspeed.engine.released_parameters import access_allowed
-from allennlp_deepspeed.engine.shards import Shards
+from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
+from allennlp_deepspeed.engine.parameters.shards import Shards
+from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.training import gradient_memory
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from allennlp_deepspeed.checkpoint.module_states import (
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.phases import DEVICE_SYNC, mark_phase
-from allennlp_deepspeed.engine.random_states import random_states, set_random_states
+from allennlp_deepspeed.engine.lifecycle.phases import DEVICE_SYNC, mark_phase
+from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process.random_states import random_states, set_random_states
 from allennlp_deepspeed.extensions.chunk_size import available_for_activations, find_chunk_size
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.batch_groups import BatchGroup

@@ -13,14 +13,14 @@ from typing_extensions import override
 from allennlp_deepspeed.config.structured_keys import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
-from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, mark_phase, phase
-from allennlp_deepspeed.engine.random_states import (
+from allennlp_deepspeed.engine.lifecycle.phases import BACKWARD, FORWARD, mark_phase, phase
+from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process.random_states import (
     random_states,
     repeatable_random_states,
     set_random_states,
 )
+from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.extensions.chunk_size import find_chunk_size
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import (

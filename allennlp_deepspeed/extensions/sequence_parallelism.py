@@ -7,9 +7,9 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 from typing_extensions import override
 
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.sequence_groups import SequenceGroup, check_model
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process.sequence_groups import SequenceGroup, check_model
 from allennlp_deepspeed.extensions.ulysses import UlyssesAttention
 from allennlp_deepspeed.training.even_batches import EvenBatches
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension

@@ -20,7 +20,7 @@ from allennlp_deepspeed.deepspeed_api import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from allennlp_deepspeed.engine.activation_checkpointing import current_autocast
+from allennlp_deepspeed.engine.lifecycle.activation_checkpointing import current_autocast
 from allennlp_deepspeed.training.step_extension import StepExtension
 
 # Enough positions that dropout with any probability drops one of their elements.

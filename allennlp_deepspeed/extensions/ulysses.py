@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional, Tuple
 import torch
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.engine.sequence_groups import SequenceGroup
+from allennlp_deepspeed.engine.process.sequence_groups import SequenceGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

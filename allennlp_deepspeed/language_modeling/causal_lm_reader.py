@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from allennlp_deepspeed.engine.collectives import world_size
+from allennlp_deepspeed.engine.process.collectives import world_size
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
 from allennlp_deepspeed.language_modeling.conversations import ExampleTokenizer, to_template_kwargs

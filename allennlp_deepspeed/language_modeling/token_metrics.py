@@ -6,7 +6,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
 from typing_extensions import override
 
-from allennlp_deepspeed.engine.collectives import world_size
+from allennlp_deepspeed.engine.process.collectives import world_size
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import TokenLosses
 
 

@@ -44,8 +44,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce, silence
-from allennlp_deepspeed.engine import module_calls, worker_failure
-from allennlp_deepspeed.engine.worker_failure import Failure
+from allennlp_deepspeed.engine.process import worker_failure
+from allennlp_deepspeed.engine.process.worker_failure import Failure
+from allennlp_deepspeed.engine.zero3 import module_calls
 from allennlp_deepspeed.launch import rendezvous
 from allennlp_deepspeed.launch.serialization_directory import is_created, mark_created
 from allennlp_deepspeed_import_hook import fork_server, temporary_directory

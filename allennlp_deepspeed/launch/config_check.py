@@ -43,8 +43,8 @@ from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
 from allennlp_deepspeed.config.values import as_json, is_integer, is_number, values_in
 from allennlp_deepspeed.deepspeed_api import get_accelerator
-from allennlp_deepspeed.engine import sequence_groups
-from allennlp_deepspeed.engine.optimizer_check import check_optimizer
+from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer
+from allennlp_deepspeed.engine.process import sequence_groups
 from allennlp_deepspeed.launch import nodes, section_check
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK

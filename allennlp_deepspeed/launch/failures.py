@@ -18,7 +18,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader
 
 from allennlp_deepspeed.announcements import is_full_log_requested
-from allennlp_deepspeed.engine.worker_failure import NotANumberError, user_traceback
+from allennlp_deepspeed.engine.process.worker_failure import NotANumberError, user_traceback
 from allennlp_deepspeed.launch import construction_errors
 from allennlp_deepspeed.launch.agent import WorkerFailed
 

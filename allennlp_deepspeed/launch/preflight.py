@@ -22,7 +22,7 @@ from allennlp.models import Model
 from allennlp_deepspeed.announcements import is_full_log_requested
 from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_batch_size
 from allennlp_deepspeed.config.values import is_integer
-from allennlp_deepspeed.engine import worker_failure
+from allennlp_deepspeed.engine.process import worker_failure
 from allennlp_deepspeed.launch import (
     failures,
     launcher,

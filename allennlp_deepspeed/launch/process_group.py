@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as constants
 
-from allennlp_deepspeed.engine import network_interfaces, worker_failure
-from allennlp_deepspeed.engine.worker_failure import RendezvousError
+from allennlp_deepspeed.engine.process import network_interfaces, worker_failure
+from allennlp_deepspeed.engine.process.worker_failure import RendezvousError
 from allennlp_deepspeed.launch import rendezvous
 from allennlp_deepspeed.launch.launcher import LaunchedProcess
 

@@ -33,10 +33,10 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 from tqdm import tqdm
 
 from allennlp_deepspeed.config.global_batch import fill_batch_size
-from allennlp_deepspeed.engine import collectives, interruption, worker_failure
-from allennlp_deepspeed.engine.interruption import TrainingInterrupted
-from allennlp_deepspeed.engine.sequence_groups import read_by_groups
-from allennlp_deepspeed.engine.single_process import as_single_process
+from allennlp_deepspeed.engine.process import collectives, interruption, worker_failure
+from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
+from allennlp_deepspeed.engine.process.sequence_groups import read_by_groups
+from allennlp_deepspeed.engine.process.single_process import as_single_process
 from allennlp_deepspeed.launch import (
     failures,
     launcher,

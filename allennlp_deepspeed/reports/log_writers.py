@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.callbacks.log_writer import LogWriterCallback
 
-from allennlp_deepspeed.engine.shards import Shards
+from allennlp_deepspeed.engine.parameters.shards import Shards
 
 logger = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from rich.text import Text
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.model_states import (
+from allennlp_deepspeed.engine.lifecycle.model_states import (
     ModelSize,
     ModelStates,
     model_states,
     optimizer_bytes,
 )
-from allennlp_deepspeed.engine.worker_device import memory_size
+from allennlp_deepspeed.engine.process.worker_device import memory_size
 
 Lines = List[Tuple[str, str]]
 

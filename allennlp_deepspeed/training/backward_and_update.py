@@ -5,14 +5,23 @@ import torch
 from allennlp.data.data_loaders import TensorDict
 from torch.utils.hooks import RemovableHandle
 
-from allennlp_deepspeed.engine import loss_scaling
-from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
-from allennlp_deepspeed.engine.gathered_parameters import PrefetchTraces
-from allennlp_deepspeed.engine.optimizers import highest_learning_rate
-from allennlp_deepspeed.engine.phases import BACKWARD, FORWARD, OPTIMIZER, mark_phase, phase
-from allennlp_deepspeed.engine.weight_changes import RequiresGradDetector, WeightChangeDetector
-from allennlp_deepspeed.engine.worker_failure import NotANumberError
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.lifecycle import loss_scaling
+from allennlp_deepspeed.engine.lifecycle.phases import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    mark_phase,
+    phase,
+)
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.optimizers.registered import highest_learning_rate
+from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
+from allennlp_deepspeed.engine.parameters.weight_changes import (
+    RequiresGradDetector,
+    WeightChangeDetector,
+)
+from allennlp_deepspeed.engine.process.worker_failure import NotANumberError
+from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
 from allennlp_deepspeed.reports.interval_metrics import StepFigures
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_weights import LossWeights

@@ -17,8 +17,8 @@ from allennlp.data.data_loaders import (
 )
 
 from allennlp_deepspeed.config.settings import fixed_size
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.phases import DATA, phase
+from allennlp_deepspeed.engine.lifecycle.phases import DATA, phase
+from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
 

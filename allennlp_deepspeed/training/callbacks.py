@@ -10,7 +10,7 @@ from allennlp.training.callbacks.backward import MixedPrecisionBackwardCallback
 from allennlp.training.callbacks.log_writer import LogWriterCallback
 from typing_extensions import override
 
-from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.reports.run_report import RunReport
 
 

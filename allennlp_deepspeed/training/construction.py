@@ -38,12 +38,16 @@ from allennlp_deepspeed.config.global_batch import (
 )
 from allennlp_deepspeed.config.keys import check_values
 from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
-from allennlp_deepspeed.engine import offloaded_optimizers, optimizer_check
-from allennlp_deepspeed.engine.model_check import check_initialized
-from allennlp_deepspeed.engine.released_parameters import access_allowed
-from allennlp_deepspeed.engine.shards import Shards, full_shape
-from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel, destroy_engines
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel, destroy_engines
+from allennlp_deepspeed.engine.optimizers import offloaded_optimizers, optimizer_check
+from allennlp_deepspeed.engine.parameters.model_check import check_initialized
+from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
+from allennlp_deepspeed.engine.parameters.shards import Shards, full_shape
+from allennlp_deepspeed.engine.process.worker_device import (
+    capabilities,
+    worker_device,
+    workers_per_node,
+)
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
 from allennlp_deepspeed.training.data_consistency import check_same_data
 

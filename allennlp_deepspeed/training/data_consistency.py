@@ -9,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import DataLoader, MultiProcessDataLoader
 
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.versions import differences, versions
 
 

@@ -13,13 +13,17 @@ from allennlp.training.trainer import Trainer
 from typing_extensions import override
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.engine.partitioned_construction import (
+from allennlp_deepspeed.engine.process.process_environment import process_environment
+from allennlp_deepspeed.engine.process.single_process import as_single_process
+from allennlp_deepspeed.engine.process.worker_device import (
+    capabilities,
+    worker_device,
+    workers_per_node,
+)
+from allennlp_deepspeed.engine.zero3.partitioned_construction import (
     PartitionedConstruction,
     is_partitioned,
 )
-from allennlp_deepspeed.engine.process_environment import process_environment
-from allennlp_deepspeed.engine.single_process import as_single_process
-from allennlp_deepspeed.engine.worker_device import capabilities, worker_device, workers_per_node
 from allennlp_deepspeed.training.validation_loss import evaluate
 
 logger = logging.getLogger(__name__)
@@ -31,9 +35,9 @@ Arguments = Dict[str, Any]
 class DeepSpeedTrainModel(TrainModel):
     """
     A `TrainModel` that constructs the model partitioned over the ranks at ZeRO stage 3, so that no
-    rank ever has all of it in memory; see
-    [`PartitionedConstruction`](../engine/partitioned_construction.py). It also evaluates the test
-    set while all ranks and the engine still exist.
+    rank ever has all of it in memory, see
+    [`PartitionedConstruction`](../engine/zero3/partitioned_construction.py). It also evaluates the
+    test set while all ranks and the engine still exist.
 
     Registered as a `TrainModel` with name "deepspeed": a top-level `"type": "deepspeed"` in the
     config. Its other keys are those of AllenNLP's.

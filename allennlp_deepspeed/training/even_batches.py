@@ -4,7 +4,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from allennlp_deepspeed.checkpoint.module_states import (
     load_module_states,
     module_states,
 )
-from allennlp_deepspeed.engine.random_states import (
+from allennlp_deepspeed.engine.process.random_states import (
     find_unrestorable_dropout,
     random_states,
     set_random_states,

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.gradient_reduction import set_zero_gradient
+from allennlp_deepspeed.engine.parameters.gradient_reduction import set_zero_gradient
+from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.training.reduction_schedule import MICRO_BATCH
 
 

@@ -7,9 +7,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.shards import full_shape
-from allennlp_deepspeed.engine.worker_device import available_memory, workers_per_node
+from allennlp_deepspeed.engine.parameters.shards import full_shape
+from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process.worker_device import available_memory, workers_per_node
 
 
 def full_gradient_bytes(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype) -> int:

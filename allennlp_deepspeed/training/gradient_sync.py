@@ -12,10 +12,13 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.gradient_reduction import GradientAccumulator, GradientReducer
-from allennlp_deepspeed.engine.phases import BACKWARD, mark_phase
-from allennlp_deepspeed.engine.shards import full_shape
+from allennlp_deepspeed.engine.lifecycle.phases import BACKWARD, mark_phase
+from allennlp_deepspeed.engine.parameters.gradient_reduction import (
+    GradientAccumulator,
+    GradientReducer,
+)
+from allennlp_deepspeed.engine.parameters.shards import full_shape
+from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.training import gradient_average, gradient_memory
 from allennlp_deepspeed.training.gradient_average import GradientAverage
 from allennlp_deepspeed.training.reduction_schedule import (

@@ -6,7 +6,7 @@ from allennlp.training.metric_tracker import MetricTracker
 from typing_extensions import override
 
 from allennlp_deepspeed.config.keys import nearest
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
 
 
 class UnknownMetricError(ConfigurationError):

@@ -1,8 +1,8 @@
 import math
 from typing import Any, List, Optional
 
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.optimizers import highest_learning_rate
+from allennlp_deepspeed.engine.optimizers.registered import highest_learning_rate
+from allennlp_deepspeed.engine.process import collectives
 
 
 def describe_nan_loss(

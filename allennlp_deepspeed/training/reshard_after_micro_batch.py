@@ -6,12 +6,12 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.gathered_parameters import (
+from allennlp_deepspeed.engine.parameters.shards import full_shape
+from allennlp_deepspeed.engine.zero3.gathered_parameters import (
     defer_resharding,
     patch_gathered_parameters,
     sharded_parameters,
 )
-from allennlp_deepspeed.engine.shards import full_shape
 from allennlp_deepspeed.training import gradient_memory
 
 logger = logging.getLogger(__name__)

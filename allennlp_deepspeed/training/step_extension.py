@@ -26,7 +26,7 @@ from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 

@@ -14,8 +14,8 @@ from allennlp.nn.util import dist_reduce_sum
 from allennlp.training import util as training_util
 from typing_extensions import override
 
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.reports.interval_metrics import IntervalMetrics, StepFigures, num_instances
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens

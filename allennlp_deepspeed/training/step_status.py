@@ -2,7 +2,7 @@ from typing import NamedTuple
 
 import torch
 
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
 
 
 class StepStatus(NamedTuple):

@@ -56,22 +56,23 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import (
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
-from allennlp_deepspeed.engine import collectives, loss_scaling, phases, worker_failure
-from allennlp_deepspeed.engine.buffer_broadcast import BufferBroadcast
-from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
-from allennlp_deepspeed.engine.evaluation_weights import EvaluationWeights
-from allennlp_deepspeed.engine.interruption import (
+from allennlp_deepspeed.engine.lifecycle import loss_scaling, phases
+from allennlp_deepspeed.engine.lifecycle.moving_average import ShardedMovingAverage
+from allennlp_deepspeed.engine.lifecycle.optimizer_modes import OptimizerModes
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.parameters.buffer_broadcast import BufferBroadcast
+from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
+from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
+from allennlp_deepspeed.engine.parameters.weights import ParameterSelection, modified_weights
+from allennlp_deepspeed.engine.process import collectives, worker_failure
+from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.engine.process.interruption import (
     TrainingInterrupted,
     TrainingInterruption,
     interrupted,
 )
-from allennlp_deepspeed.engine.moving_average import ShardedMovingAverage
-from allennlp_deepspeed.engine.optimizer_modes import OptimizerModes
-from allennlp_deepspeed.engine.weight_changes import WeightChangeDetector
-from allennlp_deepspeed.engine.weights import ParameterSelection, modified_weights
-from allennlp_deepspeed.engine.worker_failure import NotANumberError
-from allennlp_deepspeed.engine.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.process.worker_failure import NotANumberError
+from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training import callbacks as callback_kinds

@@ -4,8 +4,8 @@ import torch
 from allennlp.common import Tqdm
 from allennlp.data.data_loaders import MultiProcessDataLoader
 
-from allennlp_deepspeed.engine import collectives
-from allennlp_deepspeed.engine.random_states import (
+from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process.random_states import (
     random_states,
     set_random_states,
 )

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from allennlp_deepspeed.engine.released_parameters import access_allowed
+from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 
 _STEPS_BEFORE = 3
 

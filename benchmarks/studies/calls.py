@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.process.process_environment import process_environment
 from benchmarks.contenders.bare import Bare
 from benchmarks.contenders.ours import OursWith
 from benchmarks.contenders.random_texts import RandomTexts

@@ -16,7 +16,11 @@ import torch
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.engine.model_states import ModelSize, model_states, optimizer_bytes
+from allennlp_deepspeed.engine.lifecycle.model_states import (
+    ModelSize,
+    model_states,
+    optimizer_bytes,
+)
 from benchmarks.harness import report
 
 _GB, _BF16 = 1e9, 2

@@ -65,7 +65,9 @@ def test_every_worker_logs_its_own_records_and_memory_is_logged(experiments: Exp
             re.MULTILINE,
         )
     # DeepSpeed logs memory on the first rank only.
-    assert re.search("INFO - allennlp_deepspeed.engine.deepspeed_logging - MA ", log(result))
+    assert re.search(
+        "INFO - allennlp_deepspeed.engine.process.deepspeed_logging - MA ", log(result)
+    )
 
 
 def test_times_are_logged_for_each_step(result: Result):

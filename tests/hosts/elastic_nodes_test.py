@@ -166,9 +166,9 @@ def test_a_node_that_comes_back_is_taken_in_and_no_step_is_trained_twice(
     for run in (remaining, back):
         run.check()
     # Nothing to warn of.
-    assert re.findall(r"(\w+) - allennlp_deepspeed.engine.interruption", remaining.output) == [
-        "INFO"
-    ]
+    assert re.findall(
+        r"(\w+) - allennlp_deepspeed.engine.process.interruption", remaining.output
+    ) == ["INFO"]
     text = "Node 0 (host-0) has joined. Training with 2 workers on 2 of up to 2 nodes."
     alone, together = remaining.output.partition("is lost")[2].split(text)
     steps = re.findall(r"^step \d+ of epoch \d+$", alone + together, re.MULTILINE)

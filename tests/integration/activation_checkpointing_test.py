@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from allennlp_deepspeed.engine.activation_checkpointing import checkpoint_modules
+from allennlp_deepspeed.engine.lifecycle.activation_checkpointing import checkpoint_modules
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
 from tests.support.tensor_memory import TensorMemory

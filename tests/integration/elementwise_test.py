@@ -19,8 +19,8 @@ from deepspeed.ops.lion import FusedLion
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.engine.optimizer_check import ELEMENTWISE, is_elementwise
-from allennlp_deepspeed.engine.optimizers import LionOptimizer
+from allennlp_deepspeed.engine.optimizers.optimizer_check import ELEMENTWISE, is_elementwise
+from allennlp_deepspeed.engine.optimizers.registered import LionOptimizer
 from allennlp_deepspeed.launch import preflight
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import assert_same_weights, load_config

@@ -31,7 +31,7 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.process.process_environment import process_environment
 from tests.support.side_by_side import CPU, Batch, Batches
 
 _IN_TRAINING = ("start", "step", "validation", "epoch")

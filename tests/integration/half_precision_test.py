@@ -13,7 +13,7 @@ from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig
 
-from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.process.process_environment import process_environment
 from allennlp_deepspeed.language_modeling import CausalLM
 from tests.support.side_by_side import CPU, Batch, Side, error_of_training
 from tests.support.workers import run_workers

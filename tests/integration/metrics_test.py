@@ -20,9 +20,9 @@ from allennlp.training.metrics import (
     SpanBasedF1Measure,
 )
 
-from allennlp_deepspeed import distributed_metrics
 from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
-from allennlp_deepspeed.distributed_metrics import DistributedMetrics
+from allennlp_deepspeed.metrics import distributed_metrics
+from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
 from tests.support.workers import run_workers
 
 # Which a trainer does when it is constructed, because a model may have imported the latter by then.
@@ -431,7 +431,7 @@ def announced_by(rank: int) -> List[str]:
     messages: List[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore
-    logger = logging.getLogger("allennlp_deepspeed.distributed_metrics")
+    logger = logging.getLogger("allennlp_deepspeed.metrics.distributed_metrics")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for metric in (Undeclared(), Undeclared(), PearsonCorrelation(), InBatchAccuracy()):

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, BertTokenizerFast
 
-from allennlp_deepspeed.engine import partitioned_construction
-from allennlp_deepspeed.engine.partitioned_construction import PartitionedConstruction
-from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.process.process_environment import process_environment
+from allennlp_deepspeed.engine.zero3 import partitioned_construction
+from allennlp_deepspeed.engine.zero3.partitioned_construction import PartitionedConstruction
 from tests.support.tensor_memory import TensorMemory
 from tests.support.workers import run_workers
 

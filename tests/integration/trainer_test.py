@@ -21,7 +21,7 @@ from allennlp.training.metrics import PearsonCorrelation
 from allennlp.training.moving_average import ExponentialMovingAverage
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from allennlp_deepspeed.engine.single_process import as_single_process
+from allennlp_deepspeed.engine.process.single_process import as_single_process
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import Side
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from allennlp_deepspeed.engine.process_environment import process_environment
-from allennlp_deepspeed.engine.sequence_groups import SequenceGroup
+from allennlp_deepspeed.engine.process.process_environment import process_environment
+from allennlp_deepspeed.engine.process.sequence_groups import SequenceGroup
 from allennlp_deepspeed.extensions.ulysses import SUPPORTED_MODEL_TYPES, UlyssesAttention
 from tests.support.experiment import assert_same_outputs
 from tests.support.workers import run_workers

@@ -15,9 +15,9 @@ from allennlp.nn.parallel import TorchDdpAccelerator
 from allennlp.training import GradientDescentTrainer
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.engine import weights
-from allennlp_deepspeed.engine.partitioned_construction import PartitionedConstruction
-from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.parameters import weights
+from allennlp_deepspeed.engine.process.process_environment import process_environment
+from allennlp_deepspeed.engine.zero3.partitioned_construction import PartitionedConstruction
 from tests.support.experiment import assert_same_weights
 from tests.support.workers import run_workers
 

@@ -16,7 +16,7 @@ from tests.upstream.engine import TwoLayers, engine_of, linear, train, weight
 from tests.upstream.unpatched import worked_around_by
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_a_destroyed_engine_keeps_its_model() -> bool:
     model = linear()
     engine = engine_of(model, 3)
@@ -25,20 +25,20 @@ def test_a_destroyed_engine_keeps_its_model() -> bool:
     return model in parameter_offload.FWD_MODULE_STACK
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_the_linear_function_stays_replaced() -> bool:
     engine_of(linear(), 3).destroy()
     return torch.nn.functional.linear is not torch._C._nn.linear
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     model = linear()
     engine_of(model, 3).destroy()
     return model.weight.numel() == 0 and type(model._parameters) is not dict
 
 
-@worked_around_by("engine.module_hooks.skip_hooks_without_graph")
+@worked_around_by("engine.zero3.module_hooks.skip_hooks_without_graph")
 def test_modules_are_given_copies_also_without_a_backward_pass() -> bool:
     is_same: List[bool] = []
 
@@ -63,7 +63,7 @@ def test_modules_are_given_copies_also_without_a_backward_pass() -> bool:
     return is_same == [False]
 
 
-@worked_around_by("engine.module_hooks.skip_hooks_without_graph")
+@worked_around_by("engine.zero3.module_hooks.skip_hooks_without_graph")
 def test_the_linear_layer_takes_no_nested_tensors() -> bool:
     nested = torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(1, 1)])
     weights = torch.ones(1, 1), torch.ones(1)
@@ -72,7 +72,7 @@ def test_the_linear_layer_takes_no_nested_tensors() -> bool:
         return _fails(lambda: zero_linear.zero3_linear_wrap(nested, *weights))
 
 
-@worked_around_by("engine.module_hooks.keep_external_parameters")
+@worked_around_by("engine.zero3.module_hooks.keep_external_parameters")
 def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> bool:
     class Reader(nn.Module):
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> b
     return _fails(lambda: engine(torch.ones(1, 2)))
 
 
-@worked_around_by("engine.module_hooks.support_inference_mode")
+@worked_around_by("engine.zero3.module_hooks.support_inference_mode")
 def test_parameters_become_tensors_of_inference_mode() -> bool:
     model = nn.Sequential(linear(2))
     engine = engine_of(model, 3, zero={"stage3_param_persistence_threshold": 0})
@@ -96,7 +96,7 @@ def test_parameters_become_tensors_of_inference_mode() -> bool:
     return model[0].weight.is_inference()
 
 
-@worked_around_by("engine.module_hooks.support_repeated_leaf_calls")
+@worked_around_by("engine.zero3.module_hooks.support_repeated_leaf_calls")
 def test_a_leaf_module_cannot_be_called_twice() -> bool:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -111,7 +111,7 @@ def test_a_leaf_module_cannot_be_called_twice() -> bool:
     return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
 
 
-@worked_around_by("engine.activation_checkpointing._recomputed_forward")
+@worked_around_by("engine.lifecycle.activation_checkpointing._recomputed_forward")
 def test_what_is_recomputed_lets_go_of_parameters() -> bool:
     class Recomputed(nn.Module):
         def __init__(self) -> None:
@@ -126,7 +126,7 @@ def test_what_is_recomputed_lets_go_of_parameters() -> bool:
     return _fails(lambda: engine.backward(engine(torch.ones(1, 2)).sum()))
 
 
-@worked_around_by("engine.sub_group_steps.SubGroupSteps")
+@worked_around_by("engine.optimizers.sub_group_steps.SubGroupSteps")
 def test_an_optimizer_is_stepped_once_for_each_group() -> bool:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -140,7 +140,7 @@ def test_an_optimizer_is_stepped_once_for_each_group() -> bool:
     return optimizer.param_groups[0]["count"] == 2
 
 
-@worked_around_by("engine.weights.set_full_parameter")
+@worked_around_by("engine.parameters.weights.set_full_parameter")
 def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
     """The method of the optimizer, with what it asks for on the second of two ranks."""
     second_rank = SimpleNamespace(
@@ -156,7 +156,7 @@ def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
     return _fails(lambda: set_value(torch.ones(3)))
 
 
-@worked_around_by("engine.gradient_reduction.GradientReducer._clear_previous_gradients")
+@worked_around_by("engine.parameters.gradient_reduction.GradientReducer._clear_previous_gradients")
 def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     model = TwoLayers()
     engine = engine_of(model, 3)
@@ -166,7 +166,7 @@ def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     return weight(model.second) != before
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_swap_files_are_never_removed() -> bool:
     """By the source of what writes them, because only large states are written to files."""
     sources = map(inspect.getsource, (partitioned_optimizer_swapper, pipelined_optimizer_swapper))

@@ -28,19 +28,19 @@ def test_deepspeed_logs_to_the_standard_output() -> bool:
     return any(getattr(h, "stream", None) is sys.stdout for h in deepspeed.utils.logger.handlers)
 
 
-@worked_around_by("engine.process_environment._skip_shared_memory_all_reduce")
+@worked_around_by("engine.process.process_environment._skip_shared_memory_all_reduce")
 def test_every_process_on_a_cpu_loads_an_all_reduce_for_inference() -> bool:
     """By its source: whether it is compiled depends on what has been compiled before."""
     return "build_shm_op()" in inspect.getsource(TorchBackend.__init__)
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_autocast_of_an_engine_is_that_of_the_process() -> bool:
     engine_of(linear(), torch_autocast={"enabled": True, "dtype": "bfloat16"}).destroy()
     return torch_autocast.TORCH_AUTOCAST_INITIALIZED
 
 
-@worked_around_by("engine.engine_workarounds.undo_first_step")
+@worked_around_by("engine.lifecycle.engine_workarounds.undo_first_step")
 def test_half_precision_at_stage_0_begins_with_a_step() -> bool:
     model = linear()
     engine = engine_of(
@@ -49,14 +49,14 @@ def test_half_precision_at_stage_0_begins_with_a_step() -> bool:
     return any(state["step"] == 1 for state in engine.basic_optimizer.state.values())
 
 
-@worked_around_by("engine.engine_workarounds.keep_adagrad")
+@worked_around_by("engine.lifecycle.engine_workarounds.keep_adagrad")
 def test_zero_replaces_adagrad() -> bool:
     model = linear()
     adagrad = torch.optim.Adagrad(model.parameters())
     return engine_of(model, 2, adagrad).optimizer.optimizer is not adagrad
 
 
-@worked_around_by("engine.engine_workarounds.correct_bias_by_step_count")
+@worked_around_by("engine.lifecycle.engine_workarounds.correct_bias_by_step_count")
 def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     def weights_after_steps(interrupted_before: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -80,14 +80,14 @@ def test_stage_0_refuses_backward_of_a_loss() -> bool:
     return _fails(lambda: engine(torch.ones(1, 1)).sum().backward())
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_a_destroyed_engine_leaves_its_hooks() -> bool:
     model = linear()
     engine_of(model).destroy()
     return len(model._forward_pre_hooks) > 0
 
 
-@worked_around_by("engine.parameter_layout.support_any_layout")
+@worked_around_by("engine.parameters.parameter_layout.support_any_layout")
 def test_parameters_without_dimensions_or_transposed_cannot_be_broadcast() -> bool:
     scalar, transposed = linear(), nn.Linear(2, 3)
     scalar.bias = nn.Parameter(torch.tensor(1.0))
@@ -95,21 +95,21 @@ def test_parameters_without_dimensions_or_transposed_cannot_be_broadcast() -> bo
     return all([_fails(lambda: engine_of(scalar)), _fails(lambda: engine_of(transposed))])
 
 
-@worked_around_by("engine.parameter_layout.support_any_layout")
+@worked_around_by("engine.parameters.parameter_layout.support_any_layout")
 def test_gradients_without_dimensions_cannot_be_clipped() -> bool:
     parameter = nn.Parameter(torch.tensor(1.0))
     parameter.grad = torch.tensor(2.0)
     return _fails(lambda: clip_grad_norm_([parameter], 1.0))
 
 
-@worked_around_by("engine.loss_scaling.fix_loss_scale")
+@worked_around_by("engine.lifecycle.loss_scaling.fix_loss_scale")
 def test_fp16_at_stage_0_divides_by_a_scale_that_nothing_multiplies_by() -> bool:
     model = linear()
     train(in_fp16(model, loss_scale=8))
     return weight(model) == 1 - 1 / 8
 
 
-@worked_around_by("engine.loss_scaling.fix_loss_scale")
+@worked_around_by("engine.lifecycle.loss_scaling.fix_loss_scale")
 def test_a_step_in_which_the_scale_grows_is_half_as_long() -> bool:
     engine = in_fp16(linear(), 2, initial_scale_power=4, loss_scale_window=1)
     masters = [1.0]
@@ -120,7 +120,7 @@ def test_a_step_in_which_the_scale_grows_is_half_as_long() -> bool:
     return lengths == {1.0, 0.5}
 
 
-@worked_around_by("engine.loss_scaling.fix_loss_scale")
+@worked_around_by("engine.lifecycle.loss_scaling.fix_loss_scale")
 def test_an_unfused_optimizer_reports_the_norm_of_scaled_gradients() -> bool:
     engine = in_fp16(linear(), loss_scale=8)
     engine.backward(8 * engine(torch.ones(1, 1, dtype=torch.float16)).float().sum())
@@ -128,7 +128,7 @@ def test_an_unfused_optimizer_reports_the_norm_of_scaled_gradients() -> bool:
     return engine.get_global_grad_norm() == 8
 
 
-@worked_around_by("engine.loss_scaling.grad_scaler")
+@worked_around_by("engine.lifecycle.loss_scaling.grad_scaler")
 def test_the_scaler_of_autocast_is_in_no_checkpoint() -> bool:
     engine = engine_of(linear(), torch_autocast={"enabled": True, "dtype": "float16"})
     with TemporaryDirectory() as directory:
@@ -138,7 +138,7 @@ def test_the_scaler_of_autocast_is_in_no_checkpoint() -> bool:
     return not any("scale" in key for key in keys)
 
 
-@worked_around_by("engine.loss_scaling.grad_scaler")
+@worked_around_by("engine.lifecycle.loss_scaling.grad_scaler")
 def test_a_step_that_the_scaler_of_autocast_has_skipped_counts_as_applied() -> bool:
     model = linear()
     engine = engine_of(model, torch_autocast={"enabled": True, "dtype": "float16"})
@@ -147,7 +147,7 @@ def test_a_step_that_the_scaler_of_autocast_has_skipped_counts_as_applied() -> b
     return engine.was_step_applied() and weight(model) == 1
 
 
-@worked_around_by("engine.model_snapshot.ModelSnapshot.write_master_weights")
+@worked_around_by("engine.parameters.model_snapshot.ModelSnapshot.write_master_weights")
 def test_master_weights_are_those_of_half_precision() -> bool:
     model = linear()
     model.weight.data.fill_(1 + 2**-12)  # 1 in bf16
@@ -155,13 +155,13 @@ def test_master_weights_are_those_of_half_precision() -> bool:
     return bool(engine.optimizer.single_partition_of_fp32_groups[0][0] == 1)
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_the_communication_logger_stays_on() -> bool:
     engine_of(linear(), comms_logger={"enabled": True}).destroy()
     return deepspeed.comm.comm.comms_logger.enabled
 
 
-@worked_around_by("engine.activation_checkpointing._recomputed_forward")
+@worked_around_by("engine.lifecycle.activation_checkpointing._recomputed_forward")
 def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
     checkpointing.configure(None, checkpoint_in_cpu=True)
     x = torch.ones(2, requires_grad=True)
@@ -169,14 +169,14 @@ def test_checkpointing_on_the_cpu_loses_activations_that_are_there() -> bool:
     return _fails(lambda: output.sum().backward())
 
 
-@worked_around_by("engine.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
 def test_checkpointing_stays_on() -> bool:
     checkpointing.configure(None)
     checkpointing.reset()
     return checkpointing.is_configured()
 
 
-@worked_around_by("engine.activation_checkpointing._recomputed_forward")
+@worked_around_by("engine.lifecycle.activation_checkpointing._recomputed_forward")
 def test_checkpointing_on_the_cpu_empties_inputs() -> bool:
     checkpointing.configure(None, checkpoint_in_cpu=True)
     x = torch.ones(2, requires_grad=True) * 1
@@ -184,7 +184,7 @@ def test_checkpointing_on_the_cpu_empties_inputs() -> bool:
     return x.numel() < 2
 
 
-@worked_around_by("engine.activation_checkpointing._recomputed_forward")
+@worked_around_by("engine.lifecycle.activation_checkpointing._recomputed_forward")
 def test_what_is_recomputed_is_so_without_autocast() -> bool:
     checkpointing.configure(None)
     layer, dtypes = linear(), []
@@ -237,7 +237,7 @@ def test_an_offloaded_optimizer_steps_with_the_last_micro_batch_only() -> bool:
     return weight(model.second) != 1 - 1 / 2
 
 
-@worked_around_by("engine.gradient_reduction.GradientReducer._clear_previous_gradients")
+@worked_around_by("engine.parameters.gradient_reduction.GradientReducer._clear_previous_gradients")
 def test_an_offloaded_optimizer_adds_to_the_gradient_of_the_step_before() -> bool:
     model = TwoLayers()
     engine = _offloaded(model, 2)

@@ -55,7 +55,7 @@ def test_a_float_tensor_is_on_the_cpu_whatever_the_default_device_is() -> bool:
 
 
 @requires_gpu
-@worked_around_by("engine.random_states.repeatable_random_states")
+@worked_around_by("engine.process.random_states.repeatable_random_states")
 def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bool:
     lstm = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5).cuda()
     inputs = torch.ones(4, 4, 8, device="cuda")

@@ -7,7 +7,10 @@ from allennlp.common import Params
 from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from allennlp_deepspeed.engine.engine_workarounds import adams_on_cpu, correct_bias_by_step_count
+from allennlp_deepspeed.engine.lifecycle.engine_workarounds import (
+    adams_on_cpu,
+    correct_bias_by_step_count,
+)
 
 NUM_STEPS = 60
 

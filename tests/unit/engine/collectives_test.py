@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.engine import collectives
+from allennlp_deepspeed.engine.process import collectives
 from tests.support.workers import run_workers
 
 CPU = torch.device("cpu")

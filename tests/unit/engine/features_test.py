@@ -8,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
-from allennlp_deepspeed.engine import features
+from allennlp_deepspeed.engine.lifecycle import features
 from tests.integration.elementwise_test import Layers, batches
 from tests.support.side_by_side import Side
 
 _PLAIN = [
     "process environment",
+    "parameters of any shape and layout",
     "access to parameters that an earlier engine has sharded",
     "snapshot of the model",
     "steps of an optimizer that had an engine",

@@ -11,7 +11,7 @@ from typing import Callable, Dict, Iterator
 
 import pytest
 
-from allennlp_deepspeed.engine.interruption import TrainingInterruption
+from allennlp_deepspeed.engine.process.interruption import TrainingInterruption
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 

@@ -11,7 +11,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.engine.offloaded_optimizers import adapt_for_offload
+from allennlp_deepspeed.engine.optimizers.offloaded_optimizers import adapt_for_offload
 from allennlp_deepspeed.launch import preflight
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import load_config

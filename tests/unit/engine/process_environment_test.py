@@ -7,7 +7,7 @@ import deepspeed
 import torch
 from deepspeed.comm.torch import TorchBackend
 
-from allennlp_deepspeed.engine.process_environment import process_environment
+from allennlp_deepspeed.engine.process.process_environment import process_environment
 
 CPU = torch.device("cpu")
 

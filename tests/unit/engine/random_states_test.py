@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from allennlp_deepspeed.checkpoint import serialization  # noqa: F401  # allows NumPy's arrays
-from allennlp_deepspeed.engine.random_states import random_states, set_random_states
+from allennlp_deepspeed.engine.process.random_states import random_states, set_random_states
 
 
 def draw() -> list:

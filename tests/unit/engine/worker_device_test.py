@@ -10,9 +10,9 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from allennlp_deepspeed.engine import worker_device
-from allennlp_deepspeed.engine.process_environment import process_environment
-from allennlp_deepspeed.engine.worker_device import available_memory, capabilities
+from allennlp_deepspeed.engine.process import worker_device
+from allennlp_deepspeed.engine.process.process_environment import process_environment
+from allennlp_deepspeed.engine.process.worker_device import available_memory, capabilities
 from tests.support.workers import run_workers
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from allennlp_deepspeed.engine.interruption import TrainingInterrupted
-from allennlp_deepspeed.engine.worker_failure import FailureReporter
+from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
+from allennlp_deepspeed.engine.process.worker_failure import FailureReporter
 
 
 def test_an_agreed_end_stays_one_when_others_leave_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from allennlp.common.util import find_open_port
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from allennlp_deepspeed.engine import worker_failure
-from allennlp_deepspeed.engine.interruption import TrainingInterrupted
+from allennlp_deepspeed.engine.process import worker_failure
+from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
 from allennlp_deepspeed.launch import agent, failures
 from allennlp_deepspeed.launch.agent import Node
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from allennlp_deepspeed.engine import worker_failure
+from allennlp_deepspeed.engine.process import worker_failure
 from allennlp_deepspeed.launch import failures, launcher, process_group
 
 TIMEOUT = 2

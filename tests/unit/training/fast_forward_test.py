@@ -5,7 +5,7 @@ from typing import Any, Dict
 import torch
 from allennlp.training.callbacks import TrainerCallback
 
-from allennlp_deepspeed.engine.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
 from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.progress import Progress

@@ -1,0 +1,19 @@
+"""Optimizers: DeepSpeed's, which one updates the weights, and whether it can update shards."""
+
+from allennlp_deepspeed.engine.optimizers.registered import (
+    CPUAdamOptimizer,
+    CPUAdamWOptimizer,
+    FusedAdamOptimizer,
+    FusedAdamWOptimizer,
+    LionOptimizer,
+    MuonOptimizer,
+)
+
+__all__ = [
+    "CPUAdamOptimizer",
+    "CPUAdamWOptimizer",
+    "FusedAdamOptimizer",
+    "FusedAdamWOptimizer",
+    "LionOptimizer",
+    "MuonOptimizer",
+]

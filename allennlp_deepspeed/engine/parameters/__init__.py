@@ -1,0 +1,1 @@
+"""Parameters in the engine: weights, shards, gradients and buffers."""

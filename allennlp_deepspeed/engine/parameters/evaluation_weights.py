@@ -1,0 +1,81 @@
+"""Weights that replace those of the training for validation and for the best weights."""
+
+import sys
+from contextlib import contextmanager
+from typing import Callable, Iterator, Optional
+
+import torch
+import torch.distributed as dist
+from allennlp.training.moving_average import MovingAverage
+from typing_extensions import override
+
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.parameters.shards import Shards
+from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
+
+
+class EvaluationWeights(MovingAverage):
+    """
+    Base class of sharded weights that are computed from those of the training. AllenNLP's trainer
+    assigns them as a `MovingAverage`: for validation, for the best weights and after training.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._shards = Shards(engine)
+        super().__init__(
+            (str(i), shard)
+            for i, shard in enumerate(self._shards.masters)
+            # At stage 0 the optimizer may have frozen parameters.
+            if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
+        )
+        # Called on every rank before other weights are assigned.
+        self.before_assigning: Callable[[], None] = lambda: None
+        self._error_when_assigned: Optional[BaseException] = None
+
+    def _assign(self) -> None:
+        """Replaces this rank's shards."""
+        raise NotImplementedError
+
+    def _restore(self) -> None:
+        """Restores this rank's shards."""
+        raise NotImplementedError
+
+    @override
+    def assign_average_value(self) -> None:
+        """Replaces the weights. Every rank must call it."""
+        self.before_assigning()
+        self._error_when_assigned = sys.exc_info()[1]
+        self._assign()
+        self._shards.update_parameters()
+
+    @contextmanager
+    def assigned(self) -> Iterator[None]:
+        """Context manager in which the weights are replaced. Every rank must enter it."""
+        self.assign_average_value()
+        try:
+            yield
+        finally:
+            self.restore()
+
+    @override
+    def restore(self) -> None:
+        """
+        Restores the weights. Every rank must call it. On a rank that is failing it does nothing,
+        and the other ranks need not call it: AllenNLP calls it while the exception propagates.
+        """
+        if self._is_failing() and dist.get_world_size() > 1:
+            return
+        self._restore()
+        self._shards.update_parameters()
+
+    def _is_failing(self) -> bool:
+        """
+        Returns whether an exception has been raised since `assign_average_value` that other ranks
+        may not have.
+        """
+        error = sys.exc_info()[1]
+        return error is not self._error_when_assigned and not isinstance(error, TrainingInterrupted)

@@ -1,0 +1,1 @@
+"""The worker's process: environment, device, collectives, signals and failure."""

@@ -1,0 +1,159 @@
+"""
+Handles SIGTERM and Ctrl-C during training: signals are recorded, and the ranks stop where all of
+them agree to, in `_raise_if_signaled` and `_raise_if_interrupted` of `training/trainer.py`.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from multiprocessing import popen_fork
+from types import FrameType, TracebackType
+from typing import Any, Dict, Optional, Type
+
+import torch
+import torch.distributed as dist
+from allennlp.common.util import SigTermReceived
+
+from allennlp_deepspeed.announcements import announce
+from allennlp_deepspeed.engine.process import collectives
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class TrainingInterrupted(SigTermReceived):
+    """
+    Raised on every rank at the same point of the training after a signal to at least one of them.
+    It is a `SigTermReceived` for Ctrl-C too, because AllenNLP archives the best weights on it and,
+    unlike after a `KeyboardInterrupt`, the worker doesn't exit with success.
+    """
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+class TrainingInterruption:
+    """
+    Context manager in which SIGTERM and SIGINT don't end the process immediately. They are counted,
+    so that training ends where all ranks agree to, and not before a collective that other ranks
+    have already entered. At exit the previous handlers are restored.
+
+    Ignored signals stay ignored. Outside the main thread, where Python handles no signals, the
+    context does nothing.
+
+    Processes that `multiprocessing` forks meanwhile, such as the workers of a data loader, leave
+    both signals to this process, which may need one more batch. Any other child has the previous
+    handlers.
+
+    # Parameters
+
+    is_worker : `bool`, required.
+        Whether this is one of several workers. If a scheduler signals all processes of a job, a
+        worker gets each signal twice, the second time from its parent. So it ignores further
+        signals, even after an exit with `TrainingInterrupted`, and its parent has to end it. A
+        single process exits at the second signal.
+    """
+
+    def __init__(self, is_worker: bool) -> None:
+        self._is_worker = is_worker
+        self.previous_handlers: Dict[int, Any] = {}
+        """The handlers that are restored at exit, by signal."""
+        self.count = 0
+        """Number of received signals."""
+        self.signal_number = 0
+        """The received signal: SIGTERM if both have been received, 0 if none."""
+
+    def __enter__(self) -> "TrainingInterruption":
+        global _current
+        self.count = 0
+        self.signal_number = 0
+        if threading.current_thread() is threading.main_thread():
+            for signal_number in _SIGNALS:
+                handler = signal.getsignal(signal_number)
+                if handler not in (None, signal.SIG_IGN):
+                    self.previous_handlers[signal_number] = handler
+                    signal.signal(signal_number, self._handle)
+        _current = self
+        return self
+
+    def __exit__(
+        self,
+        error_type: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        global _current
+        _current = None
+        if self._is_worker and isinstance(error, TrainingInterrupted):
+            return
+        for signal_number, handler in self.previous_handlers.items():
+            signal.signal(signal_number, handler)
+        self.previous_handlers.clear()
+        if error is None and self.signal_number and not self._is_worker:
+            # It was received after the last check.
+            os.kill(os.getpid(), self.signal_number)
+
+    def _handle(self, signal_number: int, frame: Optional[FrameType]) -> None:
+        # No logging: the interrupted code may be writing to the same stream.
+        self.count += 1
+        self.signal_number = max(self.signal_number, signal_number)
+        if self.count > 1 and not self._is_worker:
+            raise KeyboardInterrupt if signal_number == signal.SIGINT else SigTermReceived
+
+    def agree(self, device: torch.device) -> int:
+        """
+        Returns the signal that any rank has received, 0 if none. Every rank must call it.
+
+        # Parameters
+
+        device : `torch.device`, required.
+            The device that the process group communicates on.
+        """
+        return collectives.all_reduce_max(self.signal_number, device)
+
+
+def interrupted(signal_number: int, where: str) -> BaseException:
+    """
+    Returns the exception to raise for a signal that the ranks have agreed on. In a single process
+    Ctrl-C raises its usual `KeyboardInterrupt`.
+    """
+    message = f"Stopped by {signal.Signals(signal_number).name} {where}."
+    announce(logger, message, level=logging.WARNING)
+    if signal_number == signal.SIGINT and dist.get_world_size() == 1:
+        return KeyboardInterrupt(message)
+    return TrainingInterrupted(message, signal_number)
+
+
+# The one that this process, or the one that it was forked from, is in.
+_current: Optional[TrainingInterruption] = None
+
+
+def _settle_signals_of_fork() -> None:
+    if _current is None:
+        return
+    # Without `sigwaitinfo`, on macOS, the sender of a signal is unknown.
+    if hasattr(signal, "sigwaitinfo") and _is_forked_by_multiprocessing(sys._getframe(1)):
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        threading.Thread(target=_wait_for_sigterm_of, args=(os.getppid(),), daemon=True).start()
+    else:
+        # It may become another program, as after a `preexec_fn`: that program would inherit blocked
+        # or ignored signals.
+        for signal_number, handler in _current.previous_handlers.items():
+            signal.signal(signal_number, handler)
+
+
+def _is_forked_by_multiprocessing(caller: FrameType) -> bool:
+    return caller.f_globals.get("__name__") == popen_fork.__name__
+
+
+def _wait_for_sigterm_of(parent: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+os.register_at_fork(after_in_child=_settle_signals_of_fork)

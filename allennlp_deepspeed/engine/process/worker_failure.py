@@ -1,0 +1,331 @@
+"""
+Failure of a worker: it writes torch.distributed.elastic's error file, notifies the ranks of other
+nodes through the store of the process group, and exits within `SECONDS_TO_EXIT`.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sysconfig
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Callable, List, Optional
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
+
+logger = logging.getLogger(__name__)
+
+SECONDS_TO_EXIT = 10
+"""Seconds from a failure to the exit of its process, including `on_end` of callbacks."""
+
+_SECONDS_FOR_CAUSE = 5.0
+_POLL_SECONDS = 0.2
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+# The store's key of the first failure of a rank that isn't a consequence of another one.
+_KEY = "allennlp_deepspeed/failure"
+
+# The maximum number of lines of a traceback on the console.
+_MOST_LINES = 30
+
+# Messages of gloo and NCCL.
+_CONNECTION_LOST = (
+    r"(?i)gloo/transport|connection (closed|reset) by peer|broken pipe|remote process exited"
+)
+
+
+_TIMED_OUT = "(?i)timed? ?out"
+
+
+class PeerFailed(RuntimeError):
+    """Error of a rank that has been notified of the failure of another rank, and its reason."""
+
+
+class NotANumberError(ValueError):
+    """Error of all ranks if one of them has a NaN. Its message is for the user."""
+
+
+class RendezvousError(RuntimeError):
+    """Error of ranks that haven't found each other. One of them may have been killed."""
+
+
+@dataclass
+class Failure:
+    """
+    The exception that ends a rank.
+
+    # Parameters
+
+    rank : `int`
+    host : `str`
+    message : `str`
+        The type and the message of the exception.
+    traceback : `str`
+        The traceback from the first frame of the user's code.
+    explanation : `str`, optional (default = `None`)
+        The explanation to print instead of the traceback, if the config is the cause.
+    log_file : `str`, optional (default = `None`)
+        The file with the full traceback.
+    step : `int`, optional (default = `None`)
+        The number of optimizer steps that the rank had completed. `None` if it wasn't training.
+    is_agreed : `bool`, optional (default = `False`)
+        Whether every rank exits at the same step, because of a signal.
+    is_consequence : `bool`, optional (default = `False`)
+        Whether another rank has failed earlier.
+    is_of_all_ranks : `bool`, optional (default = `False`)
+        Whether every rank raises it, and its message is for the user, without a traceback.
+    """
+
+    rank: int
+    host: str
+    message: str
+    traceback: str
+    explanation: Optional[str] = None
+    log_file: Optional[str] = None
+    step: Optional[int] = None
+    is_agreed: bool = False
+    is_consequence: bool = False
+    is_of_all_ranks: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Returns whether restarted workers would fail in the same way."""
+        return self.is_agreed or self.explanation is not None
+
+    @property
+    def is_timeout(self) -> bool:
+        """Returns whether a collective has timed out waiting for another rank."""
+        return self.is_consequence and re.search(_TIMED_OUT, self.message) is not None
+
+    @property
+    def summary(self) -> str:
+        """Returns the failure in one line."""
+        if self.is_agreed:
+            return self.message
+        return f"Rank {self.rank} on {self.host} failed: {self.message.splitlines()[0]}"
+
+    @override
+    def __str__(self) -> str:
+        if self.is_agreed:
+            return self.message
+        where = f"\n(Full traceback: {self.log_file})" if self.log_file else ""
+        if self.explanation is not None:
+            return self.explanation + where
+        if self.is_of_all_ranks:
+            return self.traceback + where
+        return f"Rank {self.rank} on {self.host} failed:\n{self.traceback.rstrip()}{where}"
+
+
+class FailureReporter:
+    """
+    Reports the failures of a worker, from its start to the end of its process.
+
+    # Parameters
+
+    explanation : `Callable[[BaseException], Optional[str]]`, required.
+        Returns the explanation to print instead of the traceback of an error, if the config is the
+        cause.
+    log_to_files : `Callable[[BaseException], List[str]]`, required.
+        Writes the traceback of an error into log files, and returns their paths.
+    """
+
+    def __init__(
+        self,
+        explanation: Callable[[BaseException], Optional[str]],
+        log_to_files: Callable[[BaseException], List[str]],
+    ) -> None:
+        self._explanation = explanation
+        self._log_to_files = log_to_files
+        self._reported: Optional[Failure] = None
+        self.store: Optional[dist.Store] = None
+        """The store through which the ranks learn of each other's failures."""
+
+    def report(self, error: BaseException, step: Optional[int]) -> Failure:
+        """Reports the first error. Returns the failure that was reported first."""
+        if self._reported is not None and not self._reported.is_agreed:
+            return self._reported
+        failure = self._describe(error, step)
+        if self._reported is not None and failure.is_consequence:
+            # It is a consequence of ranks that have exited first.
+            return self._reported
+        if self._reported is None or not failure.is_agreed:
+            self._reported = failure
+        if not failure.is_agreed:
+            faulthandler.dump_traceback_later(SECONDS_TO_EXIT, exit=True)
+        if failure.is_consequence:
+            self._reported = failure = self._wait_for_cause(failure)
+        elif not failure.is_agreed and self.store is not None:
+            with suppress(Exception):
+                self.store.compare_set(_KEY, "", json.dumps(asdict(failure)))
+        _write(failure)
+        return failure
+
+    def _describe(self, error: BaseException, step: Optional[int]) -> Failure:
+        is_agreed = isinstance(error, TrainingInterrupted)
+        message = str(error) if is_agreed else f"{type(error).__name__}: {error}"
+        consequences = (dist.DistNetworkError, PeerFailed, RendezvousError)
+        is_consequence = isinstance(error, consequences) or (
+            isinstance(error, RuntimeError) and re.search(_CONNECTION_LOST, str(error)) is not None
+        )
+        log_files = [] if is_agreed else self._log_to_files(error)
+        return Failure(
+            rank=int(os.environ["RANK"]),
+            host=socket.gethostname(),
+            message=message,
+            traceback=_describe_consequence(error) if is_consequence else user_traceback(error),
+            explanation=self._explanation(error),
+            log_file=next(iter(log_files), None),
+            step=step,
+            is_agreed=is_agreed,
+            is_consequence=is_consequence,
+            is_of_all_ranks=isinstance(error, NotANumberError),
+        )
+
+    def _wait_for_cause(self, consequence: Failure) -> Failure:
+        """
+        Returns the failure that another rank reports in the meantime, or else this one. A killed
+        rank reports none.
+        """
+        # The agent ends this process when it detects the first failure on this node.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        deadline = time.monotonic() + _SECONDS_FOR_CAUSE
+        while time.monotonic() < deadline:
+            with suppress(Exception):
+                if self.store is not None and self.store.check([_KEY]):
+                    cause = Failure(**json.loads(self.store.get(_KEY)))
+                    cause.is_consequence = True
+                    return cause
+            time.sleep(_POLL_SECONDS)
+        consequence.explanation = consequence.step = None
+        return consequence
+
+
+# That of this process, `None` if it isn't a worker.
+_reporter: Optional[FailureReporter] = None
+
+
+def start_reporting(
+    explanation: Callable[[BaseException], Optional[str]],
+    log_to_files: Callable[[BaseException], List[str]],
+) -> None:
+    """
+    Makes this process a worker that reports its failures. Parameters are those of
+    `FailureReporter`.
+    """
+    global _reporter
+    _reporter = FailureReporter(explanation, log_to_files)
+
+
+def report_through(store: dist.Store) -> None:
+    """Makes this worker report its failures to all ranks that share this store."""
+    if _reporter is not None:
+        _reporter.store = store
+
+
+def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure]:
+    """
+    Reports the first error of a worker before the worker can wait for other ranks, in callbacks for
+    example. `SECONDS_TO_EXIT` later it prints the stacks of its threads and exits. A rank that has
+    lost its connection to another rank gives that rank time to report first. Does nothing in a
+    process that isn't a worker.
+
+    # Returns
+
+    `Optional[Failure]`
+        The failure that was reported first.
+    """
+    return None if _reporter is None else _reporter.report(error, step)
+
+
+def has_error_file() -> bool:
+    """Returns whether the parent process reads this process's failure from a file."""
+    return bool(os.environ.get(ERROR_FILE))
+
+
+def read(data: Any) -> Optional[Failure]:
+    """
+    Reads a failure from an error file.
+
+    # Parameters
+
+    data : `Any`, required.
+        The value of "message" in the error file.
+    """
+    return Failure(**data["failure"]) if isinstance(data, dict) and "failure" in data else None
+
+
+def _describe_consequence(error: BaseException) -> str:
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, RendezvousError):
+        return message
+    why = (
+        "This rank lost the connection to another rank, which was killed, or whose host or "
+        "network is down: see the output of the other nodes."
+    )
+    if re.search(_TIMED_OUT, str(error)):
+        why = (
+            "Another rank didn't enter the same collective within 'distributed.timeout': it is "
+            "stuck, stopped or gone."
+        )
+    return f"{message}\n{why}"
+
+
+def _write(failure: Failure) -> None:
+    """
+    Writes the error file in the format of
+    `torch.distributed.elastic.multiprocessing.errors.record`.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    message = {
+        "message": failure.message,
+        "extraInfo": {"py_callstack": str(failure), "timestamp": str(int(time.time()))},
+        "failure": asdict(failure),
+    }
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}))
+
+
+def user_traceback(error: BaseException) -> str:
+    """
+    Returns the traceback without the frames of libraries before the first of the user's code, or
+    the message if that is for the user.
+    """
+    if isinstance(error, NotANumberError):
+        return str(error)
+    described = traceback.TracebackException.from_exception(error)
+    _remove_library_frames(described)
+    lines = "".join(described.format()).splitlines()
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines = [*lines[:half], f"  [{len(lines) - 2 * half} lines]", *lines[-half:]]
+    return "\n".join(lines)
+
+
+def _remove_library_frames(described: traceback.TracebackException) -> None:
+    own = [
+        i for i, frame in enumerate(described.stack) if not frame.filename.startswith(_LIBRARIES)
+    ]
+    del described.stack[: own[0] if own else 0]
+    for cause in (described.__cause__, described.__context__):
+        if cause is not None:
+            _remove_library_frames(cause)
+
+
+_LIBRARIES = (
+    str(Path(__file__).resolve().parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",  # modules without a file
+)
