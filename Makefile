@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 # Another generator of sites is recommended by the theme, on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage soak cross fuzz architectures chat-templates chat-steps retrieval-steps optimizers upstream upstream-models-library upstream-projects bench gpu lint reference docs release-check clean
+.PHONY: help venv ops demo demo-llm test test-unit test-newest messages coverage mutations soak cross fuzz architectures chat-templates chat-steps retrieval-steps optimizers upstream upstream-models-library upstream-projects bench gpu lint reference docs release-check clean
 
 help:
 	@echo "make demo    train, evaluate and predict with a real text classifier (about 3 minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-newest  run unit tests and some trainings with the newest PyTorch, transformers and DeepSpeed, in an environment of its own"
 	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
+	@echo "make mutations  make the package wrong in 40 places, one at a time, and run the tests that are to notice (about 20 minutes)"
 	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, take nodes out of 40 elastic ones, and run the long tests (about 70 minutes)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
@@ -98,6 +99,10 @@ coverage: ops
 	coverage run -m pytest -n 3 --maxschedchunk 8 tests
 	coverage combine --quiet
 	coverage report
+
+# The table is committed under benchmarks/results.
+mutations: ops
+	python -m tests.mutations
 
 # Tables are committed under benchmarks/results; raw data stay out of git, in raw/ there.
 soak: $(OPS)/CPUAdamBuilder.built
