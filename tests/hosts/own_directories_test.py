@@ -108,7 +108,7 @@ def test_each_host_continues_with_its_own_files(train: Callable[[int], Training]
 def test_what_one_host_has_committed_when_the_other_died_is_continued_from(
     train: Callable[[int], Training],
 ):
-    training = train(3)
+    training = train(2)
     # The first commit, so that the other host has no checkpoint at all.
     for directory in training.directories:
         for checkpoint in directory.glob("checkpoint_*"):

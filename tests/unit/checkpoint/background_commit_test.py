@@ -1,4 +1,4 @@
-"""One checkpoint in the directories of two nodes."""
+"""One checkpoint of two ranks, in a directory of each or in one."""
 
 import errno
 import os
@@ -17,11 +17,16 @@ POINT = PointInTime(1, 2)
 HOSTS = ["here", "there"]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_no_directory_has_a_checkpoint_that_a_rank_could_not_write(tmp_path: Path, failing: int):
+@pytest.mark.parametrize("failing, groups", [(0, [[0], [1]]), (1, [[0], [1]]), (1, [[0, 1]])])
+def test_no_directory_has_a_checkpoint_that_a_rank_could_not_write(
+    tmp_path: Path, failing: int, groups: List[List[int]]
+):
     def commit(rank: int) -> Tuple[str, List[Any], List[str]]:
-        directory = CheckpointDirectory(str(tmp_path / HOSTS[rank]))
-        path = os.path.join(directory.create_unfinished(POINT), f"training_state_w{rank}.th")
+        leader = next(group[0] for group in groups if rank in group)
+        directory = CheckpointDirectory(str(tmp_path / HOSTS[leader]))
+        if rank == leader:
+            directory.create_unfinished(POINT)
+        path = os.path.join(directory.unfinished_path(POINT), f"training_state_w{rank}.th")
         pruned: List[str] = []
 
         def write() -> List[str]:
@@ -30,7 +35,7 @@ def test_no_directory_has_a_checkpoint_that_a_rank_could_not_write(tmp_path: Pat
             files.write("state", path)
             return [path]
 
-        commit = BackgroundCommit(directory, rank, [[0], [1]], HOSTS, timeout=30)
+        commit = BackgroundCommit(directory, rank, groups, HOSTS, timeout=30)
         commit.start(
             POINT, checkpoint_record(POINT), write, on_committed=lambda: pruned.append("older")
         )

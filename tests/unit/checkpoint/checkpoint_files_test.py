@@ -226,10 +226,6 @@ def test_a_record_of_another_version_names_the_version_to_continue_with(
         CommitRecord.read(str(tmp_path))
 
 
-def _append(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"x")
-
-
 def test_a_recorded_name_that_leads_outside_is_not_read(tmp_path: Path):
     (tmp_path / "secret").write_text("x")
     record = checkpoint_record(files={"../secret": FileRecord.from_file(str(tmp_path / "secret"))})
@@ -243,10 +239,11 @@ def test_ranks_verify_every_file_between_them(tmp_path: Path):
     record = CommitRecord.read(path)
     for name in record.files:
         content = Path(path, name).read_bytes()
-        _append(Path(path, name))
-        problems = [record.problems(path, part, 3) for part in range(3)]
-        (problem,) = [problem for found in problems for problem in found]
-        assert problem.startswith(os.path.join(path, name))
+        for damaged in (content + b"0", content[:-1] + bytes([content[-1] ^ 1])):
+            Path(path, name).write_bytes(damaged)
+            problems = [record.problems(path, part, 3) for part in range(3)]
+            (problem,) = [problem for found in problems for problem in found]
+            assert problem.startswith(os.path.join(path, name))
         Path(path, name).write_bytes(content)
 
 
