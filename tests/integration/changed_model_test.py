@@ -168,11 +168,9 @@ def test_a_layer_that_is_replaced_in_on_start_is_refused_where_it_would_be_saved
     expect_message(message)
 
 
-@pytest.mark.parametrize("stage, world_size", [(2, 1), (3, 1), (3, 2)])
-def test_a_frozen_layer_in_inference_mode(stage: int, world_size: int) -> None:
-    expected, actual = (
-        Side(Inference, vectors, each, world_size).train() for each in (None, stage)
-    )
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_layer_in_inference_mode(stage: int) -> None:
+    expected, actual = (Side(Inference, vectors, each, 2).train() for each in (None, stage))
     assert_same_weights(actual, expected)
 
 
@@ -182,7 +180,7 @@ def test_a_mistake_in_a_submodule_is_what_is_shown(world_size: int) -> None:
         assert "must match the size of tensor" in message
 
 
-@pytest.mark.parametrize("stage, world_size", [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (3, 2)])
 def test_a_loss_without_a_graph(
     stage: int, world_size: int, expect_message: Callable[[str], None]
 ) -> None:
@@ -192,7 +190,7 @@ def test_a_loss_without_a_graph(
     assert messages == [messages[0]] * world_size
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_loss_without_parameters_changes_nothing(stage: int) -> None:
     model = partial(Independent, has_graph=True)
     assert_same_weights(Side(model, vectors, stage).train(), Side(model, vectors).train())

@@ -192,8 +192,7 @@ class Locked(Plain):
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", [Plain, Locked])
+@pytest.mark.parametrize("optimizer, stage", [(Plain, 1), (Locked, 2), (Plain, 3), (Locked, 3)])
 def test_an_unknown_one_is_trained_with_a_warning_unless_it_could_be_tested(
     optimizer: Any, stage: int, caplog
 ) -> None:

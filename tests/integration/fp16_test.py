@@ -218,7 +218,7 @@ class GoBackwardTwice(TrainerCallback):
         return True
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_losses_of_callbacks_are_scaled(tmp_path: Path, stage: int) -> None:
     reference, task = Task(), Task()
     expected = reference.train(tmp_path / "fp32", None)

@@ -147,8 +147,9 @@ def losses_of_deepspeed_alone(side: Side) -> List[float]:
     return run_workers(1, train)[0]
 
 
-@pytest.mark.parametrize("model", [OfPyTorch, OfTransformers, Decoder])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "model, stage", [(OfPyTorch, 1), (OfTransformers, 2), (OfTransformers, 3), (Decoder, 3)]
+)
 def test_losses_are_those_of_deepspeed_alone(model: Callable[[], Model], stage: int) -> None:
     side = Side(
         lambda: rounded(model()), batches, stage, optimizer=sgd, deepspeed_config=BF16, num_epochs=2
@@ -166,7 +167,7 @@ CASES: List[Tuple[Any, Any, Dict[str, bool]]] = [
 ]
 
 
-@pytest.mark.parametrize("precision, stage", [("bf16", 0), ("bf16", 3), ("fp16", 2)])
+@pytest.mark.parametrize("precision, stage", [("bf16", 3), ("fp16", 0)])
 @pytest.mark.parametrize("model, autocast, expected", CASES)
 def test_modules_that_run_under_autocast(
     model: Any, autocast: Any, expected: Dict[str, bool], precision: str, stage: int

@@ -124,7 +124,7 @@ def _sgd_of_trainable(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.3)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 def test_unfreezing_what_the_optimizer_has_not_got_is_refused(
     stage: int, expect_message: Callable[[str], None]
 ):
@@ -272,9 +272,8 @@ def _not_a_number(rank: int) -> List[Dict[str, Any]]:
     return batches
 
 
-@pytest.mark.parametrize("stage, world_size", [(0, 2), (1, 2), (2, 1), (3, 2)])
-def test_a_loss_of_nan_is_what_is_shown_where_there_is_one(stage: int, world_size: int):
-    side = Side(Layers, _not_a_number, stage, world_size)
+def test_a_loss_of_nan_is_what_is_shown_where_there_is_one():
+    side = Side(Layers, _not_a_number, 2, world_size=2)
     (message,) = set(side.on_all_ranks(error_of_training))
     assert "nan loss encountered at step 3 of epoch 1" in message
 
@@ -424,7 +423,7 @@ class Counting(Layers):
         return {"score": -float(self.counter.count)}
 
 
-@pytest.mark.parametrize("stage, world_size", STAGES)
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 2), (3, 2)])
 def test_all_of_the_state_comes_back_with_the_best_weights(stage: int, world_size: int):
     def everything(trainer: Any) -> Dict[str, Any]:
         trainer.train()
@@ -487,23 +486,18 @@ def _normalize(model: Layers) -> None:
     nn.init.constant_(model.encoder.parametrizations.weight[0]._v, DIM**-0.5)
 
 
-@pytest.mark.parametrize("stage, world_size", STAGES)
-def test_properties_of_modules_are_not_evaluated(stage: int, world_size: int):
+def test_properties_of_modules_are_not_evaluated():
     def count(trainer: Any) -> int:
         trainer.train()
         return Watched.num_evaluations
 
     side = Side(
-        lambda: Layers(_add_watched),
-        _vectors,
-        stage,
-        world_size,
-        validation_data_loader=Batches(_vectors(1)),
+        lambda: Layers(_add_watched), _vectors, 3, 2, validation_data_loader=Batches(_vectors(1))
     )
-    assert side.on_all_ranks(count) == [0] * world_size
+    assert side.on_all_ranks(count) == [0, 0]
 
 
-@pytest.mark.parametrize("stage, world_size", STAGES)
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (3, 2)])
 def test_power_iterations_of_a_spectral_norm_are_those_of_gradient_descent(
     stage: int, world_size: int
 ):

@@ -96,7 +96,7 @@ def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path) -> None:
     assert continued == expected[len(begun) :]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_phase_that_is_resumed_has_its_learning_rates(tmp_path: Path, stage: int) -> None:
     warmup = {"type": "constant_with_warmup", "num_warmup_steps": 2}
     schedulers = [[1, {"type": "step", "step_size": 1}], [3, warmup]]

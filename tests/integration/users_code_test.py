@@ -104,7 +104,7 @@ def _error(trainer: Any) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("stage, world_size", [(0, 2), (1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("stage, world_size", [(0, 2), (3, 1)])
 @pytest.mark.parametrize("trainer_class", [OwnLoop, OwnOptimizer])
 def test_a_step_around_the_engine_is_refused(
     stage: int, world_size: int, trainer_class: Any, expect_message: Callable[[str], None]
@@ -115,8 +115,7 @@ def test_a_step_around_the_engine_is_refused(
     expect_message(messages.pop())
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_an_epoch_around_that_of_the_trainer_is_trained(stage: int) -> None:
+def test_an_epoch_around_that_of_the_trainer_is_trained() -> None:
     class AroundTheLoop(DeepSpeedTrainer):
         def _train_epoch(self, epoch: int) -> Dict[str, float]:
             return super()._train_epoch(epoch)
@@ -126,7 +125,7 @@ def test_an_epoch_around_that_of_the_trainer_is_trained(stage: int) -> None:
             return {**outputs, "loss": 2 * outputs["loss"]}
 
     doubled = Side(Plain, batches, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.6))
-    side = Side(Plain, batches, stage, trainer_class=AroundTheLoop)
+    side = Side(Plain, batches, 3, trainer_class=AroundTheLoop)
     assert_same_weights(side.train(), doubled.train())
 
 

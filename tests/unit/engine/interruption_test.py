@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from multiprocessing.connection import Connection
 from typing import Callable, Dict, Iterator
 
@@ -79,7 +78,7 @@ def test_a_fork_has_signals_as_before_training(signal_number: int):
                 os._exit(1)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.write(writer, b"ready")
-            time.sleep(30)
+            signal.pause()
             os._exit(2)
         os.close(writer)
         os.read(reader, 5)
@@ -92,18 +91,19 @@ def test_a_data_loader_leaves_signals_to_the_process_that_trains(training: None)
 
     def read(connection: Connection) -> None:
         connection.send("started")
-        time.sleep(0.3)
+        connection.recv()
         connection.send("reading on")
-        time.sleep(30)
+        connection.recv()
 
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=read, args=(sender,), daemon=True)
+    parent, child = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=read, args=(child,), daemon=True)
     process.start()
-    assert receiver.recv() == "started"
+    assert parent.recv() == "started"
     for number in SIGNALS:
         # Not from the process that has started it.
         subprocess.run(["kill", f"-{int(number)}", str(process.pid)], check=True)
-    assert receiver.recv() == "reading on"
+    parent.send("go on")
+    assert parent.recv() == "reading on"
     process.terminate()
     process.join(10)
     assert process.exitcode == -signal.SIGKILL
