@@ -3,13 +3,12 @@
 import pytest
 
 from tests.support.experiment import (
+    TWO_WORKERS,
     Experiments,
     assert_same_run,
     deepspeed,
     load_config,
 )
-
-WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
 
 
 @pytest.mark.parametrize("num_gradient_accumulation_steps, stage", [(3, 0), (1, 2), (3, 3)])
@@ -18,7 +17,7 @@ def test_a_callback_that_changes_gradients_sees_those_of_all_ranks(
 ):
     config = load_config(
         "tagger",
-        WORKERS,
+        TWO_WORKERS,
         {
             "trainer.callbacks": ["change_gradients", "record_steps"],
             "trainer.num_gradient_accumulation_steps": num_gradient_accumulation_steps,

@@ -12,6 +12,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from tests.support.command import Run, allennlp
 from tests.support.experiment import (
     INCLUDED,
+    TWO_WORKERS,
     Config,
     Experiments,
     Result,
@@ -20,11 +21,11 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
     on_nvme,
+    write_config,
 )
 
-WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
 CHECKPOINTS = {
-    **WORKERS,
+    **TWO_WORKERS,
     # Both draw random numbers, which recovery must neither repeat nor leave out.
     "validation_data_loader": {"batch_size": 6, "shuffle": True},
     "model.encoder.num_layers": 2,
@@ -55,8 +56,7 @@ def recover(
         if _point_in_time(name) > _point_in_time(last):
             shutil.rmtree(copy.serialization_dir / name)
     copy.archive.unlink()
-    path = copy.serialization_dir / "config.json"
-    path.write_text(json.dumps(config))
+    path = write_config(config, copy.serialization_dir)
     run = command(
         "train",
         path,
@@ -196,7 +196,7 @@ def test_a_training_with_states_on_nvme_cannot_be_recovered_and_says_so(
 
 
 def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments):
-    config = load_config("tagger", WORKERS, {"trainer.checkpointer": {}})
+    config = load_config("tagger", TWO_WORKERS, {"trainer.checkpointer": {}})
     # By default AllenNLP keeps two, here of as many epochs.
     assert checkpoints(experiments.run(deepspeed(config, 3))) == [
         "checkpoint_e1_b0",
@@ -211,7 +211,7 @@ def test_checkpoints_are_saved_and_pruned_as_asked(experiments: Experiments):
 def test_the_clock_of_one_rank_decides_for_all(experiments: Experiments):
     config = load_config(
         "tagger",
-        WORKERS,
+        TWO_WORKERS,
         {
             "trainer.num_epochs": 1,
             "trainer.checkpointer": {
@@ -230,7 +230,7 @@ def test_the_clock_of_one_rank_decides_for_all(experiments: Experiments):
 
 
 def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_path: Path):
-    config = load_config("classifier", WORKERS)
+    config = load_config("classifier", TWO_WORKERS)
     archive = experiments.run(deepspeed(config, 3, bf16={"enabled": True})).archive
     plain_archive = experiments.run(config).archive
     data = config["validation_data_path"]
@@ -251,7 +251,7 @@ def test_the_archive_needs_nothing_but_allennlp(experiments: Experiments, tmp_pa
 def test_evaluate_on_test_gives_what_one_process_gives(experiments: Experiments, tmp_path: Path):
     config = load_config(
         "classifier",
-        WORKERS,
+        TWO_WORKERS,
         {
             "model": {"type": "normalizing_classifier", "embedding_dim": 8},
             "trainer.validation_metric": "-loss",

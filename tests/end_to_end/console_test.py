@@ -10,18 +10,20 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, List, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from allennlp_deepspeed.reports import metrics_file
 from tests.fixtures.tiny_bert import tiny_bert
+from tests.support import experiment
 from tests.support.command import Command, Run, allennlp, subprocess_allennlp, wait_for_all
 from tests.support.experiment import (
     INCLUDED,
     ONE_PROCESS,
     TWO_WORKERS,
     Config,
+    arguments,
     deepspeed,
     load_config,
 )
@@ -33,7 +35,6 @@ TIME_LIMIT = 60
 
 
 class Trained(NamedTuple):
-    config: Path
     directory: Path
     run: Run
 
@@ -44,25 +45,18 @@ class Trained(NamedTuple):
         )
 
 
-def write_config(path: Path, *changes: Config, stage: int = 2) -> Path:
-    config = deepspeed(load_config("classifier", TWO_WORKERS, *changes), stage)
-    path.write_text(json.dumps(config))
-    return path
+train = partial(experiment.train, environment=BY_DEFAULT, time_limit=TIME_LIMIT)
 
 
-def arguments(config: Path, directory: Path, *more: str) -> List[Any]:
-    return ["train", config, "-s", directory, "--include-package", INCLUDED, *more]
+def classifier(*changes: Config, stage: int = 2) -> Config:
+    return deepspeed(load_config("classifier", TWO_WORKERS, *changes), stage)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two workers and two epochs without a terminal."""
     root = tmp_path_factory.mktemp("plain")
-    config = write_config(root / "config.json")
-    run = allennlp(
-        *arguments(config, root / "out"), environment=BY_DEFAULT, time_limit=TIME_LIMIT
-    ).check()
-    return Trained(config, root / "out", run)
+    return Trained(root / "out", train(classifier(), root).check())
 
 
 def test_a_training_is_told_in_few_plain_lines(plain: Trained) -> None:
@@ -87,7 +81,8 @@ def test_it_begins_with_what_is_going_to_be_done(plain: Trained) -> None:
         told["memory"],
     )
     # As it is estimated: Adam has two numbers for each parameter beside the weights that it steps.
-    estimate = allennlp("deepspeed", "estimate", plain.config, include_packages=[INCLUDED]).check()
+    config = plain.directory.parent / "config.json"
+    estimate = allennlp("deepspeed", "estimate", config, include_packages=[INCLUDED]).check()
     row = next(line.split() for line in estimate.output.splitlines() if line.startswith("  2 "))
     assert row[1] == "CPU" and "GPU " not in estimate.output
     weights, gradients, optimizer = map(" ".join, zip(row[2:8:2], row[3:8:2]))
@@ -106,11 +101,7 @@ def test_the_overview_names_schedule_clipping_and_autocast(tmp_path: Path) -> No
         "trainer.num_gradient_accumulation_steps": 2,
         "trainer.use_amp": True,
     }
-    run = allennlp(
-        *arguments(write_config(tmp_path / "config.json", changes, stage=1), tmp_path / "out"),
-        environment=BY_DEFAULT,
-        time_limit=TIME_LIMIT,
-    ).check()
+    run = train(classifier(changes, stage=1), tmp_path).check()
     assert "SgdOptimizer, learning rate 0, warming up to 0.1, schedule Linear" in run.output
     # "auto" depends on memory from stage 2.
     assert "values clipped to ±0.5, reduced once per step\n" in run.output
@@ -132,11 +123,7 @@ def test_values_of_0_and_test_metrics_are_shown(is_distributed: bool, tmp_path: 
     else:
         # AllenNLP's own top level.
         changes.update({"distributed": None, "trainer.cuda_device": -1})
-    run = allennlp(
-        *arguments(write_config(tmp_path / "config.json", changes), tmp_path / "out"),
-        environment=BY_DEFAULT,
-        time_limit=TIME_LIMIT,
-    ).check()
+    run = train(classifier(changes), tmp_path).check()
     assert "SgdOptimizer, learning rate 0, no schedule\n" in run.output
     shown = " ".join(run.output.split())  # a long directory is wrapped
     assert "newest 1 kept (keep_most_recent_by_count 0: a run resumes from it)" in shown
@@ -149,13 +136,8 @@ def test_values_of_0_and_test_metrics_are_shown(is_distributed: bool, tmp_path: 
 def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path) -> None:
     failing = {"model.type": "failing_classifier", "model.fails_on": [1]}
     config = deepspeed(load_config("classifier", TWO_WORKERS, failing), 3)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    run = allennlp(
-        *arguments(tmp_path / "config.json", tmp_path / "out"),
-        environment=BY_DEFAULT,
-        time_limit=TIME_LIMIT,
-    )
-    assert run.returncode == 1 and not run.processes
+    run = train(config, tmp_path, environment=BY_DEFAULT, time_limit=TIME_LIMIT)
+    assert run.returncode == 1
     *_, before, message, log = run.output.splitlines()
     assert before.startswith("Reading data.")
     assert message == "'model': ValueError: no such thing on disk"
@@ -165,13 +147,8 @@ def test_a_constructor_that_fails_is_told_in_one_message(tmp_path: Path) -> None
 def test_the_error_of_a_rank_follows_without_an_empty_line(tmp_path: Path) -> None:
     failing = {"model.type": "failing_tagger", "model.rank": 1, "model.in_training": True}
     config = deepspeed(load_config("tagger", TWO_WORKERS, failing), 2)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    run = allennlp(
-        *arguments(tmp_path / "config.json", tmp_path / "out"),
-        environment=BY_DEFAULT,
-        time_limit=TIME_LIMIT,
-    )
-    assert run.returncode == 1 and not run.processes
+    run = train(config, tmp_path, environment=BY_DEFAULT, time_limit=TIME_LIMIT)
+    assert run.returncode == 1
     lines = run.output.splitlines()
     assert "Traceback (most recent call last):" in lines and "" not in lines
 
@@ -189,10 +166,9 @@ def test_a_file_has_no_line_of_plugins_and_no_bars_of_transformers(
         "trainer.num_epochs": 1,
     }
     config = deepspeed(load_config("classifier", ONE_PROCESS, changes), 2)
-    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / ".allennlp_plugins").write_text("allennlp_deepspeed\n")
     run = subprocess_allennlp(
-        *arguments(tmp_path / "config.json", tmp_path / "out"),
+        *arguments(config, tmp_path),
         cwd=tmp_path,
         env={**os.environ, **BY_DEFAULT},
     ).check()
@@ -253,9 +229,7 @@ def test_more_epochs_can_be_trained_after_the_end(plain: Trained, tmp_path: Path
     directory = tmp_path / "out"
     shutil.copytree(plain.directory, directory)
     more = ["--recover", "-o", '{"trainer.num_epochs": 3}']
-    run = allennlp(
-        *arguments(plain.config, directory, *more), environment=BY_DEFAULT, time_limit=TIME_LIMIT
-    ).check()
+    run = train(classifier(), tmp_path, *more).check()
     assert "trainer.num_epochs: 2 -> 3" in run.output
     assert f"Loading checkpoint {directory / 'checkpoint_e2_b0'}" in run.output
     assert "Resuming after epoch 2 (global step 14): fast-forwarding data" in run.output
@@ -273,16 +247,12 @@ def test_a_run_of_one_worker_continues_with_two(tmp_path: Path) -> None:
     directory, one_worker = tmp_path / "out", {"distributed": None, "trainer.cuda_device": -1}
     checkpoints = {"save_every_num_batches": 4, "keep_most_recent_by_count": None}
     changes = {"trainer.checkpointer": checkpoints}
-    config = write_config(tmp_path / "one.json", changes, one_worker)
-    allennlp(*arguments(config, directory), environment=BY_DEFAULT, time_limit=TIME_LIMIT).check()
+    train(classifier(changes, one_worker), tmp_path).check()
     for path in directory.glob("checkpoint_*"):
         if path.name != "checkpoint_e1_b4":
             shutil.rmtree(path)
     accumulation = {"trainer.num_gradient_accumulation_steps": 2}
-    config = write_config(tmp_path / "two.json", changes, accumulation)
-    run = allennlp(
-        *arguments(config, directory, "--recover"), environment=BY_DEFAULT, time_limit=TIME_LIMIT
-    ).check()
+    run = train(classifier(changes, accumulation), tmp_path, "--recover").check()
     # The same position in the data. Global step 19 would be of steps with a quarter of the batch.
     assert "Resuming after step 1 of epoch 2: fast-forwarding data" in run.output
     assert "Resumed training after step 1 of epoch 2\n" in run.output
@@ -314,7 +284,8 @@ class Terminal:
             enter=partial(_onto_terminal, os.ttyname(slave)),
         )
         self._slave = slave
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         while True:
@@ -338,14 +309,12 @@ class Terminal:
 
     def end(self) -> Run:
         (run,) = wait_for_all([self.command], TIME_LIMIT)
-        time.sleep(0.1)
         os.close(self._slave)
+        self._reader.join(TIME_LIMIT)  # it reads until nobody can write
         return run
 
 
 class Interrupted(NamedTuple):
-    config: Path
-    directory: Path
     run: Run
     printed: str
 
@@ -358,13 +327,12 @@ class Interrupted(NamedTuple):
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     """A training on a terminal that ends by Ctrl-C in its second epoch or after."""
     root = tmp_path_factory.mktemp("terminal")
-    config = write_config(root / "config.json", {"trainer.num_epochs": 500})
-    terminal = Terminal(*arguments(config, root / "out"))
+    terminal = Terminal(*arguments(classifier({"trainer.num_epochs": 500}), root))
     terminal.wait_until_it_prints("Saved checkpoint_e1_b0")
     terminal.press_ctrl_c()
     run = terminal.end()
     assert not run.processes and not run.timed_out
-    return Interrupted(config, root / "out", run, terminal.printed)
+    return Interrupted(run, terminal.printed)
 
 
 def test_on_a_terminal_there_is_a_bar(interrupted: Interrupted) -> None:

@@ -1,34 +1,16 @@
 """What is wrong is said before anything is lost, and on every rank."""
 
-import json
 from pathlib import Path
 from typing import Any, Dict
 
 import pytest
 
-from tests.support.command import Run, allennlp
-from tests.support.experiment import INCLUDED, deepspeed, load_config, refusal
-
-WORKERS = {"distributed": {"cuda_devices": [-1, -1]}}
-
-
-def train(config: Dict[str, Any], directory: Path) -> Run:
-    directory.mkdir(exist_ok=True)
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    return allennlp(
-        "train",
-        path,
-        "-s",
-        directory / "out",
-        include_packages=("allennlp_deepspeed", INCLUDED),
-        time_limit=60,
-    )
+from tests.support.experiment import TWO_WORKERS, deepspeed, load_config, refusal, train
 
 
 def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path):
     model = {"model.type": "independent_tagger", "model.rank": 0}
-    run = train(deepspeed(load_config("tagger", WORKERS, model), 3), tmp_path)
+    run = train(deepspeed(load_config("tagger", TWO_WORKERS, model), 3), tmp_path)
     assert run.returncode != 0
     assert "On rank 0 the loss doesn't depend on any trainable parameter" in run.output
     assert "SIGABRT" not in run.output
@@ -50,7 +32,7 @@ def test_modules_that_are_called_unequally_often_are_named(
     model: str, message: str, leaf: str, named: str, tmp_path: Path
 ):
     overrides = {"model.type": model, "model.rank": 1}
-    config = deepspeed(load_config("tagger", WORKERS, overrides), 3)
+    config = deepspeed(load_config("tagger", TWO_WORKERS, overrides), 3)
     zero = config["trainer"]["deepspeed_config"]["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = 0
     run = train(config, tmp_path)

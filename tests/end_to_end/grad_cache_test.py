@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Optional
 import pytest
 
 from tests.end_to_end.checkpoint_test import recover
-from tests.end_to_end.failures_test import train
 from tests.end_to_end.gradient_synchronization_test import (
     bytes_besides,
     counted,
@@ -28,6 +27,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
     refusal,
+    train,
 )
 
 GLOBAL_BATCH_SIZE = 16  # of 55 pairs, so that 7 are left for the last step of an epoch

@@ -3,7 +3,6 @@ Processes that a launcher has started train as those that `allennlp train` start
 they are started again.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,11 +14,11 @@ from allennlp.common.util import find_open_port
 from tests.fixtures.failures import MESSAGE
 from tests.support.command import allennlp
 from tests.support.experiment import (
-    INCLUDED,
     TWO_WORKERS,
     Config,
     Experiments,
     Result,
+    arguments,
     assert_same_run,
     assert_same_weights,
     deepspeed,
@@ -65,15 +64,6 @@ def launch(name: str) -> List[str]:
     return [port if argument == "PORT" else argument for argument in LAUNCHERS[name]]
 
 
-def train(config: Config, directory: Path, *flags: str) -> List[str]:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    return [
-        *("train", str(path), "-s", str(directory / "out"), *flags),
-        *("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED),
-    ]
-
-
 def changed(**trainer: object) -> Config:
     return {**LAUNCHED_CONFIG, "trainer": {**LAUNCHED_CONFIG["trainer"], **trainer}}
 
@@ -85,7 +75,7 @@ def changed(**trainer: object) -> Config:
 def test_a_launchers_processes_train_as_workers_do(
     experiments: Experiments, launched: LaunchedCommands, tmp_path: Path, name: str
 ) -> None:
-    run = launched.run([*launch(name), MODULE, *train(LAUNCHED_CONFIG, tmp_path)])
+    run = launched.run([*launch(name), MODULE, *arguments(LAUNCHED_CONFIG, tmp_path)])
     assert run.returncode == 0, run.stdout + launched.output()
     assert_same_run(Result(tmp_path / "out"), experiments.run(CONFIG), tolerance=0)
 
@@ -97,7 +87,7 @@ def test_torchrun_starts_again_what_has_been_killed(
     kill = {**kill, "rank": 1, "after": "checkpoint_e1_b0"}
     config = changed(resume="auto", callbacks=["record_steps", kill])
     torchrun = [*TORCHRUN, "--standalone", "--max-restarts", "1", "-m", MODULE]
-    run = launched.run([*torchrun, *train(config, tmp_path)])
+    run = launched.run([*torchrun, *arguments(config, tmp_path)])
     assert run.returncode == 0, run.stdout + launched.output()
     output = launched.output()
     assert "Resuming the training in " in output
@@ -114,7 +104,8 @@ def test_an_interrupted_launch_says_how_to_continue(
     torchrun = [*TORCHRUN, "--standalone", "-m", MODULE]
     # The console that a user has.
     environment = {"ALLENNLP_LOG_LEVEL": ""}
-    run = launched.run([*torchrun, *train(config, tmp_path, "--force")], environment=environment)
+    again = [*torchrun, *arguments(config, tmp_path, "--force")]
+    run = launched.run(again, environment=environment)
     assert run.returncode != 0
     (line,) = [line for line in launched.output().splitlines() if "To resume from" in line]
     assert line.endswith("replace --force by --recover in the command.")
@@ -125,7 +116,7 @@ def test_a_failure_ends_all_of_a_launchers_processes(
 ) -> None:
     fail = {"type": "fail", "point": "step 2 of epoch 0", "rank": 1}
     config = changed(callbacks=["record_steps", fail])
-    run = launched.run([*launch("environment"), MODULE, *train(config, tmp_path)])
+    run = launched.run([*launch("environment"), MODULE, *arguments(config, tmp_path)])
     assert run.returncode == 1
     assert f"{MESSAGE} in step 2 of epoch 0" in launched.output()
 
@@ -134,15 +125,15 @@ def test_resume_starts_and_continues_by_one_command(
     experiments: Experiments, tmp_path: Path
 ) -> None:
     config = {**CONFIG, "trainer": {**CONFIG["trainer"], "resume": "auto"}}
-    arguments = train(config, tmp_path)
+    training = arguments(config, tmp_path)
     # A start that hasn't come to a checkpoint, and one that is whole.
     out = tmp_path / "out"
     shutil.copytree(experiments.run(CONFIG).serialization_dir / "vocabulary", out / "vocabulary")
     (out / "config.json").write_text("{}")
-    run = allennlp(*arguments).check()
+    run = allennlp(*training).check()
     assert "Removed an earlier start without a checkpoint" in run.output
     shutil.rmtree(out / "checkpoint_e2_b0")
     (out / "model.tar.gz").unlink()
-    run = allennlp(*arguments, "--recover").check()
+    run = allennlp(*training, "--recover").check()
     assert f"Loading checkpoint {out / 'checkpoint_e1_b0'}" in run.output
     assert_same_weights(Result(out).weights(), experiments.run(CONFIG).weights(), tolerance=0)

@@ -1,7 +1,6 @@
 """Nobody outside of this machine reaches a training on it, and nobody on it makes it run code."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -14,18 +13,17 @@ import psutil
 import pytest
 
 from tests.support.experiment import (
-    INCLUDED,
     TWO_WORKERS,
     Config,
     Experiments,
     Result,
+    arguments,
     assert_same_run,
     deepspeed,
     load_config,
 )
 from tests.support.listening import Listener, listeners, with_descendants, write_payload
 
-PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
 PYTHON_MODULE = [sys.executable, "-m"]
 STAND_IN = [*PYTHON_MODULE, "tests.support.stand_in_launcher", "environment", "2", *PYTHON_MODULE]
 ALLENNLP = [str(shutil.which("allennlp", path=os.path.dirname(sys.executable)))]
@@ -76,11 +74,10 @@ def training(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Training
     pause = {"type": "tell_steps", "pause": 0.3}
     config = {**config, "trainer": {**config["trainer"], "callbacks": ["record_steps", pause]}}
     directory = tmp_path_factory.mktemp("training")
-    path, mark = directory / "config.json", directory / "mark"
-    path.write_text(json.dumps(config))
+    mark = directory / "mark"
     output = (directory / "output").open("w+")
     process = subprocess.Popen(
-        [*program, "train", str(path), "-s", str(directory / "out"), *PACKAGES],
+        [*program, *arguments(config, directory)],
         stdout=output,
         stderr=subprocess.STDOUT,
         env={**os.environ, "ALLENNLP_LOG_LEVEL": "INFO"},

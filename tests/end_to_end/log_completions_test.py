@@ -14,7 +14,6 @@ from allennlp.predictors import Predictor
 from allennlp_deepspeed.reports import metrics_file
 from tests.end_to_end.causal_lm_test import LORA
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
-from tests.end_to_end.failures_test import train
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.command import REPOSITORY, allennlp
 from tests.support.experiment import (
@@ -27,6 +26,7 @@ from tests.support.experiment import (
     assert_same_weights,
     deepspeed,
     refusal,
+    train,
 )
 from tests.support.language_model import language_model
 from tests.support.tensorboard import events

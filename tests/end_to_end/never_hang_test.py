@@ -1,6 +1,5 @@
 """A failure on one rank, or a signal to any process, ends the whole job, and none of it is left."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, Callable, List
@@ -10,21 +9,21 @@ import torch
 
 from tests.end_to_end.checkpoint_test import assert_ends_alike
 from tests.fixtures.failures import MESSAGE
-from tests.support.command import Run, allennlp, subprocess_allennlp
+from tests.support.command import allennlp, subprocess_allennlp
 from tests.support.experiment import (
-    INCLUDED,
+    TWO_WORKERS,
     Config,
     Experiments,
     Result,
     assert_same_weights,
     deepspeed,
     load_config,
+    train,
 )
 
 # What the package promises from a failure to the end of the last process, in seconds.
 TIME_LIMIT = 30
 
-WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1]}}
 AVERAGE: Config = {"trainer.moving_average": {"decay": 0.9}}
 
 
@@ -33,26 +32,7 @@ def callback(name: str, **arguments: Any) -> Config:
 
 
 def tagger(stage: int, *overrides: Config) -> Config:
-    return deepspeed(load_config("tagger", WORKERS, *overrides), stage)
-
-
-def train(config: Config, directory: Path, *arguments: str, command=allennlp, **kwargs) -> Run:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    run = command(
-        "train",
-        path,
-        "-s",
-        directory / "out",
-        "--include-package",
-        "allennlp_deepspeed",
-        "--include-package",
-        INCLUDED,
-        *arguments,
-        **kwargs,
-    )
-    assert not run.processes
-    return run
+    return deepspeed(load_config("tagger", TWO_WORKERS, *overrides), stage)
 
 
 def fails(config: Config, directory: Path, time_limit: float = TIME_LIMIT, **kwargs: Any) -> str:

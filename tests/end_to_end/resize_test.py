@@ -8,15 +8,14 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from tests.support.command import allennlp
 from tests.support.experiment import (
-    INCLUDED,
     Config,
     Experiments,
     Result,
     assert_same_weights,
     deepspeed,
     load_config,
+    train,
 )
 
 LAST = "checkpoint_e1_b2"
@@ -60,17 +59,7 @@ def recover(result: Result, directory: Path, config: Config, last: str = LAST) -
     for name in ("config.json", "vocabulary", last):
         path = result.serialization_dir / name
         (shutil.copytree if path.is_dir() else shutil.copy)(path, copy.serialization_dir / name)
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    run = allennlp(
-        "train",
-        path,
-        "-s",
-        copy.serialization_dir,
-        "--recover",
-        include_packages=("allennlp_deepspeed", INCLUDED),
-        time_limit=90,
-    ).check()
+    run = train(config, directory, "--recover", time_limit=90).check()
     is_resharded = "Resharding checkpoint from" in run.output
     assert is_resharded == (config["trainer"]["deepspeed_config"]["zero_optimization"]["stage"] > 0)
     return copy

@@ -1,13 +1,10 @@
 """With `max_restarts` a training heals itself, and ends as if nothing had happened."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tests.fixtures.failures import MESSAGE
-from tests.support.command import Run, allennlp
 from tests.support.experiment import (
-    INCLUDED,
     TWO_WORKERS,
     Config,
     Experiments,
@@ -15,6 +12,7 @@ from tests.support.experiment import (
     assert_same_weights,
     deepspeed,
     load_config,
+    train,
 )
 
 
@@ -23,18 +21,6 @@ def config(stage: int, max_restarts: int, *callbacks: Any) -> Config:
     config = deepspeed(load_config("tagger", TWO_WORKERS, overrides), stage)
     config["distributed"] = {**config["distributed"], "max_restarts": max_restarts}
     return config
-
-
-def train(config: Config, directory: Path, **kwargs: Any) -> Run:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    run = allennlp(
-        *("train", path, "-s", directory / "out"),
-        include_packages=("allennlp_deepspeed", INCLUDED),
-        **kwargs,
-    )
-    assert not run.processes and not run.timed_out
-    return run
 
 
 KILL = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 1}

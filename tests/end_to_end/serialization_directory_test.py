@@ -1,6 +1,5 @@
 """A serialization directory is that of one training, with the vocabulary that it was begun with."""
 
-import json
 import os
 import shutil
 import socket
@@ -23,6 +22,7 @@ from tests.support.experiment import (
     assert_same_weights,
     deepspeed,
     load_config,
+    write_config,
 )
 
 NAMES = ("allennlp_deepspeed", INCLUDED)
@@ -33,19 +33,13 @@ def tagger(workers: Dict[str, Any], *overrides: Config) -> Config:
     return deepspeed(load_config("tagger", workers, *overrides), 2)
 
 
-def write(config: Config, directory: Path) -> Path:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
 def test_a_second_training_is_refused_and_the_first_not_harmed(
     experiments: Experiments, tmp_path: Path
 ) -> None:
     slow = {"type": "tell_steps", "pause": 1.5}
     plain = tagger(TWO_WORKERS, ONE_EPOCH)
     config = {**plain, "trainer": {**plain["trainer"], "callbacks": ["record_steps", slow]}}
-    path, out = write(config, tmp_path), tmp_path / "out"
+    path, out = write_config(config, tmp_path), tmp_path / "out"
     first = Command("train", path, "-s", out, include_packages=NAMES)
     first.wait_until_it_prints("step 1 of epoch 0")
     before = {name.name for name in out.iterdir()}
@@ -88,7 +82,7 @@ def test_another_vocabulary_is_refused(
         tokens = out / "vocabulary" / "tokens.txt"
         tokens.write_text("".join(sorted(tokens.read_text().splitlines(keepends=True))))
     flags = ["--recover"]
-    longer = write({**config, "trainer": {**config["trainer"], "num_epochs": 2}}, tmp_path)
+    longer = write_config({**config, "trainer": {**config["trainer"], "num_epochs": 2}}, tmp_path)
     run = allennlp("train", longer, "-s", out, *flags, include_packages=NAMES)
     assert_other_vocabulary(run, checkpoint)
     export = ("deepspeed", "export", out, "--output", tmp_path / "exported")
@@ -111,7 +105,7 @@ def start_node(rank: int, hash_seed: int, directory: Path) -> subprocess.Popen:
 def test_nodes_may_hash_in_another_order(tmp_path: Path) -> None:
     nodes = {"cuda_devices": [-1], "num_nodes": 2, "primary_address": "127.0.0.1"}
     config = tagger({"distributed": {**nodes, "primary_port": find_open_port()}}, ONE_EPOCH)
-    write(config, tmp_path)
+    write_config(config, tmp_path)
     commands = [start_node(rank, rank, tmp_path) for rank in range(2)]
     try:
         for rank, command in enumerate(commands):

@@ -4,7 +4,6 @@ a user's program.
 """
 
 import functools
-import json
 import os
 import re
 import signal
@@ -19,18 +18,19 @@ import pytest
 
 from tests.support.command import Run, allennlp, subprocess_allennlp
 from tests.support.experiment import (
-    INCLUDED,
     ONE_PROCESS,
     TWO_WORKERS,
+    Config,
     Result,
+    StateDict,
     assert_same_weights,
     deepspeed,
     load_config,
+    train,
+    write_config,
 )
 
 TIME_LIMIT = 280  # seconds, for one program, which may import AllenNLP several times
-
-PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
 
 ONE_EPOCH = {"trainer.num_epochs": 1}
 LOADER_WORKER = {
@@ -43,20 +43,15 @@ LOADER_WORKER = {
 real_allennlp = functools.partial(subprocess_allennlp, time_limit=TIME_LIMIT)
 
 
-def train(directory: Path, config: Dict[str, Any], command: Callable[..., Run]) -> Result:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    out = directory / "out"
-    run = command("train", directory / "config.json", "-s", out, *PACKAGES).check()
-    assert not run.processes
-    return Result(out)
+def trained(directory: Path, config: Config, command: Callable[..., Run]) -> StateDict:
+    train(config, directory, command=command).check()
+    return Result(directory / "out").weights()
 
 
 def test_allennlps_trainer_has_workers_where_the_package_is_included(tmp_path: Path) -> None:
     config = load_config("tagger", TWO_WORKERS, ONE_EPOCH)
-    plain = train(tmp_path / "plain", config, real_allennlp)
-    ours = train(tmp_path / "ours", deepspeed(config, 2), allennlp)
-    assert_same_weights(ours.weights(), plain.weights())
+    plain = trained(tmp_path / "plain", config, real_allennlp)
+    assert_same_weights(trained(tmp_path / "ours", deepspeed(config, 2), allennlp), plain)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +59,12 @@ def test_allennlps_trainer_has_workers_where_the_package_is_included(tmp_path: P
 )
 def test_loader_workers_are_spawned(workers: Dict[str, Any], is_ours: bool, tmp_path: Path) -> None:
     forked = load_config("tagger", workers, ONE_EPOCH, LOADER_WORKER)
-    expected = train(tmp_path / "forked", forked, allennlp).weights()
+    expected = trained(tmp_path / "forked", forked, allennlp)
     spawned = load_config(
         "tagger", workers, ONE_EPOCH, LOADER_WORKER, {"data_loader.start_method": "spawn"}
     )
     spawned = deepspeed(spawned, 2) if is_ours else spawned
-    actual = train(tmp_path / "spawned", spawned, real_allennlp).weights()
+    actual = trained(tmp_path / "spawned", spawned, real_allennlp)
     assert_same_weights(actual, expected)
 
 
@@ -114,7 +109,7 @@ if __name__ == "__main__":
 def test_a_users_forkserver_and_signal_handlers_stay_as_they_were(tmp_path: Path) -> None:
     """After a training with several workers from Python, which also returns its result."""
     config = deepspeed(load_config("tagger", TWO_WORKERS, ONE_EPOCH), 2)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(config, tmp_path)
     (tmp_path / "program.py").write_text(PROGRAM)
     output = subprocess.run(
         [sys.executable, "program.py"],
@@ -153,7 +148,7 @@ def test_a_script_that_trains_when_it_is_imported_is_refused(
     expect_message: Callable[[str], None],
 ) -> None:
     config = deepspeed(load_config("classifier", processes, {"trainer.callbacks": []}), 2)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(config, tmp_path)
     (tmp_path / "program.py").write_text(UNGUARDED)
     with (tmp_path / "output").open("w") as output:
         program = subprocess.Popen(

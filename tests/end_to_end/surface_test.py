@@ -19,7 +19,6 @@ from nbclient import NotebookClient
 from tests.end_to_end.parity_test import check_parity
 from tests.support.command import REPOSITORY, allennlp
 from tests.support.experiment import (
-    INCLUDED,
     ONE_PROCESS,
     TWO_WORKERS,
     Config,
@@ -29,6 +28,8 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
     refusal,
+    train,
+    write_config,
 )
 from tests.support.verses import write_sample
 
@@ -36,21 +37,9 @@ from tests.support.verses import write_sample
 TIME_LIMIT = 240
 
 
-def write(config: Config, directory: Path) -> Path:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
-def train(config: Path, output: Path, *flags: Any) -> Result:
-    include = ["--include-package", INCLUDED]
-    allennlp("train", config, "-s", output, *include, *flags).check()
-    return Result(output)
-
-
 def test_a_dry_run_makes_the_vocabulary_and_trains_nothing(tmp_path: Path) -> None:
-    config = write(deepspeed(load_config("tagger", TWO_WORKERS), 2), tmp_path)
-    result = train(config, tmp_path / "out", "--dry-run")
+    train(deepspeed(load_config("tagger", TWO_WORKERS), 2), tmp_path, "--dry-run").check()
+    result = Result(tmp_path / "out")
     assert (result.serialization_dir / "vocabulary" / "labels.txt").is_file()
     assert not result.archive.exists()
     assert not list(result.serialization_dir.glob("checkpoint_*"))
@@ -59,10 +48,11 @@ def test_a_dry_run_makes_the_vocabulary_and_trains_nothing(tmp_path: Path) -> No
 def test_a_vocabulary_is_built_before_and_used(experiments: Experiments, tmp_path: Path) -> None:
     config = deepspeed(load_config("tagger", TWO_WORKERS), 2)
     vocabulary = tmp_path / "vocabulary.tar.gz"
-    allennlp("build-vocab", write(config, tmp_path), vocabulary).check()
+    allennlp("build-vocab", write_config(config, tmp_path), vocabulary).check()
     prepared = {**config, "vocabulary": {"type": "from_files", "directory": str(vocabulary)}}
-    actual = train(write(prepared, tmp_path), tmp_path / "out")
-    assert_same_weights(actual.weights(), experiments.run(config).weights(), tolerance=0)
+    train(prepared, tmp_path).check()
+    actual, expected = Result(tmp_path / "out").weights(), experiments.run(config).weights()
+    assert_same_weights(actual, expected, tolerance=0)
 
 
 def run_python(*arguments: Any, cwd: Path) -> str:

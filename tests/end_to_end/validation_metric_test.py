@@ -1,15 +1,15 @@
 """The names in `validation_metric` are those of metrics, or a training loses nothing by it."""
 
-import json
+import functools
 from pathlib import Path
 from typing import Any, Callable
 
 import pytest
 
 from tests.end_to_end.checkpoint_test import assert_ends_alike
-from tests.support.command import Run, allennlp
+from tests.support import experiment
+from tests.support.command import Run
 from tests.support.experiment import (
-    INCLUDED,
     ONE_PROCESS,
     TWO_WORKERS,
     Config,
@@ -30,16 +30,7 @@ def tagger(stage: int, *changes: Config) -> Config:
     return deepspeed(load_config("tagger", {"trainer.callbacks": []}, *changes), stage)
 
 
-def train(config: Config, directory: Path, *arguments: Any) -> Run:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    run = allennlp(
-        *("train", path, "-s", directory / "out", "--include-package", INCLUDED, *arguments),
-        environment=BY_DEFAULT,
-        time_limit=90,
-    )
-    assert not run.processes
-    return run
+train = functools.partial(experiment.train, environment=BY_DEFAULT, time_limit=90)
 
 
 def last_message(run: Run) -> str:

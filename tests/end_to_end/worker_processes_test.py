@@ -1,6 +1,5 @@
 """What starts workers does so in any environment, and leaves none of them behind."""
 
-import json
 import os
 import re
 import shutil
@@ -16,16 +15,14 @@ import psutil
 from tests.fixtures.failures import MESSAGE
 from tests.support.command import allennlp, subprocess_allennlp
 from tests.support.experiment import (
-    INCLUDED,
     TWO_WORKERS,
     Experiments,
     Result,
+    arguments,
     assert_same_weights,
     deepspeed,
     load_config,
 )
-
-PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
 
 # For the processes of a command that was killed to end. Seconds.
 TIME_TO_END = 15
@@ -33,17 +30,15 @@ TIME_TO_END = 15
 TRAINED = deepspeed(load_config("tagger", TWO_WORKERS, {"trainer.num_epochs": 1}), 2)
 
 
-def arguments(directory: Path, *callbacks: Any) -> List[str]:
+def training(directory: Path, *callbacks: Any) -> List[str]:
     trainer = {**TRAINED["trainer"], "callbacks": ["record_steps", *callbacks]}
-    config = {**TRAINED, "trainer": trainer}
-    (directory / "config.json").write_text(json.dumps(config))
-    return ["train", str(directory / "config.json"), "-s", str(directory / "out"), *PACKAGES]
+    return arguments({**TRAINED, "trainer": trainer}, directory)
 
 
 def test_a_failure_where_children_are_ignored_is_told(tmp_path: Path) -> None:
     fail = {"type": "fail", "point": "step 2 of epoch 0", "rank": 1}
     run = subprocess_allennlp(
-        *arguments(tmp_path, fail), preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        *training(tmp_path, fail), preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     )
     assert run.returncode == 1 and not run.processes
     assert f"{MESSAGE} in step 2" in run.output[run.output.rindex("\nRank 1 on ") :]
@@ -62,7 +57,7 @@ def test_ignored_children_and_closed_outputs_are_no_reason_not_to_train(
 ) -> None:
     command = shutil.which("allennlp", path=os.path.dirname(sys.executable))
     run = subprocess.run(
-        [str(command), *arguments(tmp_path)],
+        [str(command), *training(tmp_path)],
         # The console that users have.
         env={**os.environ, "ALLENNLP_LOG_LEVEL": ""},
         preexec_fn=_ignore_children_and_close_outputs,
@@ -80,7 +75,7 @@ def test_a_command_that_is_killed_takes_its_workers_along(tmp_path: Path) -> Non
     callbacks = [{"type": "take_notes", "point": "step 2 of epoch 0", "rank": 1}, STUCK]
     command = shutil.which("allennlp", path=os.path.dirname(sys.executable))
     process = subprocess.Popen(
-        [str(command), *arguments(tmp_path, *callbacks)],
+        [str(command), *training(tmp_path, *callbacks)],
         stdout=(tmp_path / "output").open("w"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -106,7 +101,7 @@ def test_a_worker_that_has_just_ended_hides_no_reason(tmp_path: Path) -> None:
         {"type": "fail", "point": "step 2 of epoch 0", "rank": 1},
         {"type": "leave", "point": "step 2 of epoch 0", "rank": 0},
     ]
-    run = allennlp(*arguments(tmp_path, *callbacks), include_packages=())
+    run = allennlp(*training(tmp_path, *callbacks), include_packages=())
     assert run.returncode == 1 and not run.processes
     assert "ProcessLookupError" not in run.output
     assert f"{MESSAGE} in step 2" in run.output[run.output.rindex("\nRank ") :]
@@ -114,7 +109,7 @@ def test_a_worker_that_has_just_ended_hides_no_reason(tmp_path: Path) -> None:
 
 def test_a_worker_that_leaves_without_a_word_is_named(tmp_path: Path) -> None:
     leave = {"type": "leave", "point": "step 2 of epoch 0", "rank": 1}
-    run = allennlp(*arguments(tmp_path, leave), include_packages=())
+    run = allennlp(*training(tmp_path, leave), include_packages=())
     assert run.returncode == 1 and not run.processes
     last = run.output[run.output.rindex("\nRank ") :]
     assert re.match(r"\nRank 1 on \S+ exited with code 0, but had not finished", last)

@@ -3,7 +3,6 @@ Damaged, missing and foreign files of checkpoints, and disks that can't be writt
 an error that names the file and says what to do, on all workers, and nothing committed is lost.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support.experiment import (
     Result,
     deepspeed,
     load_config,
+    write_config,
 )
 
 OLDER, NEWEST = "checkpoint_e1_b2", "checkpoint_e1_b4"
@@ -50,8 +50,7 @@ def interrupted(result: Result, directory: Path) -> Result:
 
 def recover(result: Result, config: Config) -> Run:
     # AllenNLP refuses another config than that of before.
-    path = result.serialization_dir / "config.json"
-    path.write_text(json.dumps(config))
+    path = write_config(config, result.serialization_dir)
     return allennlp(
         "train",
         path,

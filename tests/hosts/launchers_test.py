@@ -1,6 +1,5 @@
 """Launchers on several hosts."""
 
-import json
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +10,14 @@ import pytest
 
 from tests.support.command import wait_for_all
 from tests.support.experiment import (
-    INCLUDED,
+    PACKAGES,
     Config,
     Experiments,
     Result,
     assert_same_weights,
     deepspeed,
     load_config,
+    write_config,
 )
 from tests.support.hosts import PORT, TIME_LIMIT, Host, Hosts, on_one_host
 from tests.support.launching import MODULE, LaunchedCommands
@@ -29,15 +29,8 @@ CONFIG = deepspeed(load_config("classifier"), 2)
 EXPECTED: Config = on_one_host(CONFIG)
 
 
-def written(config: Config, directory: Path) -> Path:
-    path = directory / "config.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
 def train(path: Path, serialization_dir: Path) -> List[Any]:
-    packages = ["--include-package", "allennlp_deepspeed", "--include-package", INCLUDED]
-    return ["train", path, "-s", serialization_dir, *packages]
+    return ["train", path, "-s", serialization_dir, *PACKAGES]
 
 
 def launch(
@@ -67,7 +60,7 @@ def test_torchrun_trains_and_restarts_on_several_hosts(
 ) -> None:
     launcher = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts[0].address}:{PORT}"]
-    path = written(KILLED, tmp_path)
+    path = write_config(KILLED, tmp_path)
 
     def torchrun(host: Host) -> List[Any]:
         return host.command(*launcher, "-m", MODULE, *train(path, tmp_path / host.name))
@@ -93,7 +86,7 @@ def test_a_launcher_on_one_host_starts_processes_on_all(
         "deepspeed": [*deepspeed, "--master_port", PORT, "--module"],
     }
     remote_shells = commands_in(tmp_path / "bin", {h.name: h.holder for h in two_hosts.hosts})
-    arguments = train(written(CONFIG, tmp_path), tmp_path / "shared")
+    arguments = train(write_config(CONFIG, tmp_path), tmp_path / "shared")
     command = two_hosts[0].command(*launchers[name], MODULE, *arguments)
     launch([command], tmp_path, remote_shells)
     result, expected = Result(tmp_path / "shared"), experiments.run(EXPECTED)
@@ -106,7 +99,7 @@ def test_srun_starts_one_process_on_each_host_and_fewer_continue(
 ) -> None:
     trainer = {**CONFIG["trainer"], "resume": "auto"}
     config = {**CONFIG, "trainer": trainer, "distributed": {"cuda_devices": [-1, -1]}}
-    path, directory = written(config, tmp_path), tmp_path / "shared"
+    path, directory = write_config(config, tmp_path), tmp_path / "shared"
 
     def srun(hosts: List[Host]) -> List[str]:
         commands = []

@@ -25,6 +25,7 @@ from tests.support.command import REPOSITORY, Run, allennlp
 
 FIXTURES = REPOSITORY / "tests" / "fixtures"
 INCLUDED = "tests.fixtures"
+PACKAGES = ("--include-package", "allennlp_deepspeed", "--include-package", INCLUDED)
 
 # An experiment is short, and a worker that waits for a lost one would wait for ever. Seconds.
 TIME_LIMIT = 90
@@ -105,6 +106,32 @@ def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
     if stage < 3:
         return {**config, "trainer": trainer}
     return {"type": "deepspeed", **config, "trainer": trainer}
+
+
+def write_config(config: Config, directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def arguments(config: Config, directory: Path, *flags: Any) -> List[str]:
+    """Writes the config to a directory. Returns what has the command train in `out` there."""
+    path = write_config(config, directory)
+    return [*map(str, ("train", path, "-s", directory / "out", *flags)), *PACKAGES]
+
+
+def train(
+    config: Config,
+    directory: Path,
+    *flags: Any,
+    command: Callable[..., Run] = allennlp,
+    **kwargs: Any,
+) -> Run:
+    """Runs the command with these `arguments`. It ends in time, and so do all of its processes."""
+    run = command(*arguments(config, directory, *flags), **kwargs)
+    assert not run.processes and not run.timed_out, run.output[-6000:]
+    return run
 
 
 class Result:
