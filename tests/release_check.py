@@ -147,11 +147,8 @@ def check(environment: Environment, out: str) -> Iterator[str]:
     environment.run("allennlp", "deepspeed", "report", out)
     assert (environment.folder / out / "report.html").stat().st_size > 100_000
     yield "report"
-    versions = json.loads(environment.run("allennlp", "deepspeed", "env", "--json"))
-    assert (
-        environment.run("allennlp", "deepspeed", "--version").split()[1]
-        == (versions["packages"]["allennlp-deepspeed"])
-    )
+    version = environment.run("allennlp", "deepspeed", "--version").split()[1]
+    assert version in environment.run("allennlp", "deepspeed", "env")
     yield "env"
 
 
