@@ -233,10 +233,14 @@ class Comparison:
         itself = difference(reference, self.reference(trial.round_differently))
         if off <= SIMILAR * itself <= SMALL:
             return f"DIFFERS, {off:.1e} between two roundings"
-        if self.is_alone:
-            restored = self.outcome(stage, trial.restore_states_of_training)
-            if difference(reference, restored) <= TOLERANCE:
-                return f"DIFFERS, {off:.1e} from states of the validation"
+        for text, changes in {"": {}, **experiments.LESS_ROUNDING}.items() if self.is_alone else ():
+            config = experiments.with_adam(self._config, changes) if changes else self._config
+            if config is None:
+                continue
+            calm = Comparison(config, self._folder / f"states {text} {stage}", self.is_alone)
+            restored = calm.outcome(stage, trial.restore_states_of_training)
+            if difference(calm.reference(), restored) <= TOLERANCE:
+                return f"DIFFERS, {off:.1e} from states of the validation {text}".rstrip()
         return f"DIFFERS: {off:.1e} {worst[0].name}"
 
 

@@ -40,7 +40,8 @@ NOTES = [
         "from states of the validation",
         "ELMo goes on with the states of the batch before, in the next epoch with those of the "
         "validation, whose batches are others in each worker than in one process: with those of "
-        f"the last batch of the training, the difference is less than {TOLERANCE:.0e}",
+        'the last batch of the training, and for less rounding `"eps": 1e-3` or `"lr": 1e-2` too, '
+        f"the difference is less than {TOLERANCE:.0e}",
     ),
     Note(
         "with a large eps",
