@@ -23,8 +23,8 @@ _SUFFIX = ".module"
 _SIZE = 4096
 _INTEGER = 8  # bytes
 
-# A file, and how many forward passes of the model and calls of modules in the last one there were.
-# Not in the hooks, which are copied with their modules.
+# This process's file, and the numbers of forward passes of the model and of calls of modules in the
+# last one. Global, because the hooks are copied with their modules.
 _memory: Optional[mmap.mmap] = None
 _num_passes = 0
 _num_calls = 0
