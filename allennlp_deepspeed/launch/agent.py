@@ -628,7 +628,8 @@ class _Agent(LocalElasticAgent):
             return SigTermReceived(failure.message)
         if failure.explanation is not None:
             return ConfigurationError(str(failure))
-        return WorkerFailed(str(failure) + self._module_advice(failure.is_timeout))
+        may_differ = failure.is_timeout or module_calls.DISAGREEMENT in failure.message
+        return WorkerFailed(str(failure) + self._module_advice(may_differ))
 
     def _module_advice(self, may_differ: bool) -> str:
         """
@@ -636,7 +637,7 @@ class _Agent(LocalElasticAgent):
         the cause.
         """
         workers: Any = self._pcontext
-        advice = module_calls.explain_crash(workers.error_files) if may_differ else None
+        advice = module_calls.explain_failure(workers.error_files) if may_differ else None
         return "" if advice is None else f"\n{advice}"
 
 

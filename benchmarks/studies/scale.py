@@ -1,6 +1,7 @@
 """
 Counts what grows with the number of workers: collectives, their bytes, operations on the store that
-workers share, and files that they write and read.
+workers share, and files that they write and read. Also how many gathers a token costs that a
+validation at stage 3 generates.
 
 Trains a small network with Adam in fp32 and two micro-batches a step, on 2 to 32 CPU workers of one
 machine, and counts what each rank does in a start, in a step without logging, in a save, and in a
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Union
 from unittest import mock
 
 import torch
@@ -25,6 +26,7 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.launch import process_group
@@ -32,7 +34,7 @@ from allennlp_deepspeed.launch.launcher import LaunchedProcess
 from benchmarks.harness import report
 from tests.support import workers
 from tests.support.communication import CommunicationCounter, Traffic
-from tests.support.side_by_side import Batch, Side
+from tests.support.side_by_side import Batch, Batches, Side
 
 TIME_LIMIT = 900  # seconds, for all workers of a training
 _WIDTH, _NUM_LAYERS, _STEPS = 64, 8, 4
@@ -44,6 +46,9 @@ _VARIANTS: Dict[str, Any] = {
     "3": (3, {}),
     "3, hpZ of 2": (3, {"zero_hpz_partition_size": 2}),
 }
+
+# A validation that generates so many tokens in each of two batches.
+_NUM_TOKENS = (8, 16)
 
 _FileStore = dist.FileStore
 
@@ -226,6 +231,67 @@ def measure(variant: str, world_size: int) -> Dict[str, Any]:
     }
 
 
+class Generator(Model):
+    """Generates `num_tokens` tokens in evaluation."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(Vocabulary())
+        config = T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
+        config.decoder_start_token_id = config.pad_token_id
+        self.transformer = T5ForConditionalGeneration(config)
+        self._num_tokens = num_tokens
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        if not self.training:
+            lengths = {"min_new_tokens": self._num_tokens, "max_new_tokens": self._num_tokens}
+            self.transformer.generate(input_ids=inputs, **lengths)
+        return {"loss": self.transformer(input_ids=inputs, labels=inputs).loss}
+
+
+class CountValidation(TrainerCallback):
+    """Counts from the step of the only epoch to its end."""
+
+    reads_gradients = False
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self._counter = CommunicationCounter()
+
+    def on_batch(self, *args: Any, is_training: bool = True, **kwargs: Any) -> None:
+        if is_training:
+            self._counter.start()
+
+    def on_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self.traffic = self._counter.read()
+        self._counter.stop()
+
+
+def measure_generation(reshards: Union[bool, str], world_size: int) -> Dict[str, Any]:
+    """Returns the number of gathers of a validation at stage 3, for each number of tokens."""
+
+    def count(trainer: Any) -> int:
+        trainer.train()
+        (callback,) = [c for c in trainer._callbacks if isinstance(c, CountValidation)]
+        return sum(t.calls for name, t in callback.traffic.items() if "gather" in name)
+
+    def num_gathers(num_tokens: int) -> int:
+        side = Side(
+            lambda: Generator(num_tokens),
+            lambda rank: [{"inputs": torch.full((1, 4), 2 + rank)}],
+            3,
+            world_size,
+            validation_data_loader=Batches([{"inputs": torch.full((1, 4), 3)}] * 2),
+            callbacks=lambda: [CountValidation()],
+            num_epochs=1,
+            reshard_after_micro_batch=reshards,
+        )
+        return max(side.on_all_ranks(count))
+
+    with mock.patch.object(workers, "TIME_LIMIT", TIME_LIMIT):
+        gathers = [num_gathers(num_tokens) for num_tokens in _NUM_TOKENS]
+    return {"reshards": reshards, "workers": world_size, "gathers": gathers}
+
+
 def measure_start(world_size: int) -> Dict[str, Any]:
     """Starts the process group as a training does, and returns the operations on the store."""
 
@@ -272,6 +338,11 @@ def run(settings: argparse.Namespace) -> None:
     data: Dict[str, Any] = {**report.heading(max(settings.workers)), "rows": []}
     data["num_bytes"] = 4 * sum(p.numel() for p in Network().parameters())
     data["starts"] = [measure_start(world_size) for world_size in settings.workers]
+    data["generation"] = [
+        measure_generation(reshards, world_size)
+        for reshards in ("auto", True)
+        for world_size in settings.workers[:2]
+    ]
     for variant in settings.variants:
         for world_size in settings.workers:
             data["rows"].append(measure(variant, world_size))
@@ -349,7 +420,32 @@ def text(data: Dict[str, Any]) -> str:
                 for start in data["starts"]
             ],
         ),
+        "Gathers of a validation at stage 3 of two batches, for each of which a T5 of two layers "
+        "generates tokens one after another. Where there is memory for all parameters they are "
+        "gathered once for all batches:",
+        report.table(
+            [
+                "`reshard_after_micro_batch`",
+                "workers",
+                *(f"gathers, {num_tokens} tokens" for num_tokens in _NUM_TOKENS),
+                "gathers per token",
+            ],
+            [
+                [
+                    f"`{json.dumps(each['reshards'])}`",
+                    str(each["workers"]),
+                    *map(str, each["gathers"]),
+                    f"{_per_token(each['gathers']):g}",
+                ]
+                for each in data["generation"]
+            ],
+        ),
     )
+
+
+def _per_token(gathers: List[int]) -> float:
+    fewer, more = _NUM_TOKENS
+    return (gathers[1] - gathers[0]) / (2 * (more - fewer))
 
 
 def _calls(traffic: Dict[str, List[int]]) -> str:

@@ -1,7 +1,8 @@
 """
-Records the module that each rank was about to call when a rank crashed at ZeRO stage 3.
+Records the modules that each rank calls in a forward pass, for the message if a rank fails at ZeRO
+stage 3.
 
-Each rank writes it to a file that outlives its process, because a collective with tensors of
+Each rank writes them to a file that outlives its process, because a collective with tensors of
 different sizes ends the process without an exception.
 """
 
@@ -10,24 +11,42 @@ import mmap
 import os
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from allennlp_deepspeed.deepspeed_api import z3_leaf_module
 from allennlp_deepspeed.engine.process.worker_failure import ERROR_FILE
 
-# Added to the name of each worker's error file.
-_SUFFIX = ".module"
-_SIZE = 4096
-_INTEGER = 8  # bytes
+# The beginning of DeepSpeed's message if the modules are of the same size.
+DISAGREEMENT = "Detected a disagreement on list"
 
-# This process's file, and the numbers of forward passes of the model and of calls of modules in the
-# last one. Global, because the hooks are copied with their modules.
-_memory: Optional[mmap.mmap] = None
-_num_passes = 0
-_num_calls = 0
+# Added to the name of each worker's error file: its modules, and the record of their calls.
+_MODULES, _CALLS = ".modules", ".calls"
+# The record has integers of eight bytes: the number of forward passes, that of calls of modules in
+# the last one, and the indices of the modules, from the model on, as far as there is place.
+_MAX_CALLS = 8192
+_SIZE = 8 * (3 + _MAX_CALLS)  # bytes
+# They aren't called, so that nothing can be gathered for them.
+_CONTAINERS = {"ModuleList", "ModuleDict"}
+
+# The record of this process. Global, because the hooks are copied with their modules.
+_record: Any = None
+
+
+class _Module(NamedTuple):
+    """The names and classes of the modules that contain a module, from the model to itself."""
+
+    names: List[str]
+    classes: List[str]
+
+
+class _Call(NamedTuple):
+    num_passes: int
+    number: int
+    module: _Module
 
 
 @contextmanager
@@ -40,51 +59,51 @@ def record_calls(model: torch.nn.Module) -> Iterator[None]:
 
     model : `torch.nn.Module`, required.
     """
-    global _memory
+    global _record
     error_file = os.environ.get(ERROR_FILE)
-    _memory = _map(f"{error_file}{_SUFFIX}") if error_file else None
-    if _memory is None:
+    modules = list(_modules(model, [], []))
+    _record = _write([module for _, module in modules], error_file) if error_file else None
+    if _record is None:
         yield
         return
     with ExitStack() as stack:
-        for module, line in _lines(model, [], []):
-            hook = partial(_record, line, module is model)
+        for index, (module, _) in enumerate(modules):
+            hook = partial(_record_call, index, module is model)
             handle = module.register_forward_pre_hook(hook, prepend=True)
             stack.callback(handle.remove)
         yield
 
 
-def _map(path: str) -> Optional[mmap.mmap]:
-    with suppress(OSError), open(path, "w+b") as file:
+def _write(modules: List[_Module], error_file: str) -> Any:
+    with suppress(OSError), open(f"{error_file}{_CALLS}", "w+b") as file:
+        Path(f"{error_file}{_MODULES}").write_text(json.dumps(modules))
         file.truncate(_SIZE)
-        return mmap.mmap(file.fileno(), _SIZE)
+        return memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")
     return None
 
 
-def _record(line: bytes, is_model: bool, *_: Any) -> None:
-    global _num_passes, _num_calls
-    _num_calls = 0 if is_model else _num_calls + 1
-    _num_passes += is_model
-    numbers = _num_passes.to_bytes(_INTEGER, "little") + _num_calls.to_bytes(_INTEGER, "little")
-    if _memory is not None:
-        _memory[: len(numbers) + len(line)] = numbers + line
+def _record_call(index: int, is_model: bool, *_: Any) -> None:
+    number = 0 if is_model else _record[1] + 1
+    _record[0] += is_model
+    _record[1] = number
+    if number <= _MAX_CALLS:
+        _record[2 + number] = index
 
 
-def _lines(
+def _modules(
     module: torch.nn.Module, names: List[str], classes: List[str]
-) -> Iterator[Tuple[torch.nn.Module, bytes]]:
-    """Yields the modules, with their names and classes from the model on."""
+) -> Iterator[Tuple[torch.nn.Module, _Module]]:
     classes = [*classes, type(module).__name__]
-    line = json.dumps([names, classes]).encode()[: _SIZE - 2 * _INTEGER - 1] + b"\n"
-    yield module, line
+    yield module, _Module(names, classes)
     if not z3_leaf_module(module):
         for name, child in module.named_children():
-            yield from _lines(child, [*names, name], classes)
+            yield from _modules(child, [*names, name], classes)
 
 
-def explain_crash(error_files: Dict[int, str]) -> Optional[str]:
+def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
     """
-    Explains a crash after which ranks were about to call different modules.
+    Explains a failure whose cause may be that ranks have gathered the parameters of different
+    modules.
 
     # Parameters
 
@@ -94,37 +113,58 @@ def explain_crash(error_files: Dict[int, str]) -> Optional[str]:
     # Returns
 
     `Optional[str]`
-        The change to make to the config, or `None` if ranks were about to call the same module.
+        The change to make to the config, or `None` if this node has no records of several ranks.
     """
-    calls = {rank: call for rank, path in error_files.items() if (call := _read(Path(path)))}
-    names_of_ranks = [names for _, _, names, _ in calls.values()]
-    is_same_pass = len({num_passes for num_passes, *_ in calls.values()}) == 1
-    numbers = {num_calls for _, num_calls, *_ in calls.values()}
-    if len(set(map(tuple, names_of_ranks))) < 2 and not (is_same_pass and len(numbers) > 1):
+    records = {rank: calls for rank, path in error_files.items() if (calls := _read(path))}
+    if len(records) < 2:
         return None
-    _, _, names, classes = next(iter(calls.values()))
-    # A module that all ranks were about to call was called unequally often by the module that
-    # contains it.
-    common = os.path.commonprefix([names[:-1], *names_of_ranks])
+    calls = _first_difference(list(records.values()))
+    if calls is None:
+        return (
+            "All ranks have called the same modules. If layers' outputs are dropped at random, "
+            "ranks may differ in the backward pass: ZeRO stage 3 must then gather the module "
+            'around these layers as one, by its class: write "deepspeed_config": '
+            '{"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["MyEncoder"]}}}, or '
+            '"stage": 2.'
+        )
+    # What calls a module unequally often is around the modules that were called then.
+    names = calls[0].module.names
+    common = os.path.commonprefix([names[:-1], *(call.module.names for call in calls)])
+    around = calls[0].module.classes[: len(common) + 1]
+    while around[-1] in _CONTAINERS:
+        around.pop()
     where = ", ".join(
-        f"'{'.'.join(names)}' (call {num_calls} of forward pass {num_passes}) on local rank {rank}"
-        for rank, (num_passes, num_calls, names, _) in calls.items()
+        f"'{'.'.join(call.module.names)}' (call {call.number} of forward pass {call.num_passes}) "
+        f"on local rank {rank}"
+        for rank, call in zip(records, calls)
     )
     return (
-        f"The last called modules differ between ranks: {where}. If ranks may call modules a "
-        "different number of times, because of sequence lengths for example, ZeRO stage 3 must "
-        'gather the module around them as one: write "deepspeed_config": {"zero_optimization": '
-        f'{{"stage": 3, "leaf_module": {{"classes": ["{classes[len(common)]}"]}}}}}}, or "stage": '
-        "2."
+        f"The called modules differ between ranks: {where}. If ranks may call modules a different "
+        "number of times, because of sequence lengths for example, ZeRO stage 3 must gather the "
+        'module around them as one: write "deepspeed_config": {"zero_optimization": {"stage": 3, '
+        f'"leaf_module": {{"classes": ["{around[-1]}"]}}}}}}, or "stage": 2.'
     )
 
 
-def _read(error_file: Path) -> Any:
-    """Returns the numbers, names and classes of the last call, or `None` if there is none."""
-    try:
-        content = Path(f"{error_file}{_SUFFIX}").read_bytes()
-        parts = (content[:_INTEGER], content[_INTEGER : 2 * _INTEGER])
-        line, _, _ = content[2 * _INTEGER :].partition(b"\n")
-        return [*(int.from_bytes(part, "little") for part in parts), *json.loads(line)]
-    except (OSError, ValueError):
-        return None
+def _first_difference(records: List[List[_Call]]) -> Optional[List[_Call]]:
+    """Returns a call of each rank: the first that differs, or the last of a rank that has none."""
+    last = [calls[-1] for calls in records]
+    if len({call.num_passes for call in last}) > 1:
+        return last if any(call.module != last[0].module for call in last) else None
+    for calls in zip_longest(*records):
+        if any(call != calls[0] for call in calls):
+            return [call or last_call for call, last_call in zip(calls, last)]
+    return None
+
+
+def _read(error_file: str) -> List[_Call]:
+    """Returns the calls in the last forward pass, or an empty list if there is no record."""
+    with suppress(OSError, ValueError):
+        modules = json.loads(Path(f"{error_file}{_MODULES}").read_text())
+        content = memoryview(Path(f"{error_file}{_CALLS}").read_bytes()).cast("q")
+        num_passes, num_calls, *indices = content.tolist()
+        return [
+            _Call(num_passes, number, _Module(*modules[index]))
+            for number, index in enumerate(indices[: num_calls + 1])
+        ]
+    return []
