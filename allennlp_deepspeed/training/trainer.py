@@ -763,7 +763,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._distributed_metrics.check_calls()
         self._extensions.check(self.cuda_device)
         self._weight_change_detector.is_due = True
-        self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_figures())
+        self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_metrics())
         return status
 
     def _raise_if_signaled(self, status: StepStatus) -> None:
