@@ -14,8 +14,20 @@ import functools
 import inspect
 import logging
 import sys
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Type
+from contextlib import contextmanager, nullcontext
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Set,
+    Tuple,
+    Type,
+)
 
 import numpy as np
 import torch
@@ -39,11 +51,10 @@ Merge = Callable[[State, State], State]
 _UNREDUCED = "unreduced_counts"
 # The functions that communicate in a call.
 _REDUCTIONS = {"all_gather", "all_reduce", "dist_reduce", "dist_reduce_sum", "is_distributed"}
-# Identities of the metrics whose calls wait to be summed, and of those that are being called.
-_deferred: Set[int] = set()
+# Global, because metrics are wrapped by class and may be copied: the `DistributedMetrics` in whose
+# `defer` this process is, and the identities of the metrics that are being called.
+_deferring: List["DistributedMetrics"] = []
 _called: Set[int] = set()
-# Monitors and names of the metrics whose calls may communicate, by identity, in forward passes.
-_monitored: Dict[int, Tuple[Any, str]] = {}
 
 
 class DistributedMetrics:
@@ -113,17 +124,22 @@ class DistributedMetrics:
         Context manager within which calls of these metrics count on this rank alone, and those of
         other metrics are monitored.
         """
-        identities = set(map(id, self._metrics.values())) - _deferred
-        _deferred.update(identities)
-        others = {id(metric): (self._monitor, name) for name, metric in self._others.items()}
-        monitored = {key: value for key, value in others.items() if key not in _monitored}
-        _monitored.update(monitored)
+        _deferring.append(self)
         try:
             yield
         finally:
-            _deferred.difference_update(identities)
-            for identity in monitored:
-                del _monitored[identity]
+            _deferring.pop()
+
+    def defers(self, metric: Metric) -> bool:
+        """Returns whether a metric is one of those that wait to be summed."""
+        return any(metric is each for each in self._metrics.values())
+
+    def calling(self, metric: Metric) -> ContextManager[None]:
+        """Context manager for a call of any metric, which monitors one that communicates."""
+        name = next((name for name, each in self._others.items() if metric is each), None)
+        if name is None or self._monitor is None:
+            return nullcontext()
+        return self._monitor.calling(f"{type(metric).__name__} ('{name}')")
 
     @property
     def calls_checksum(self) -> int:
@@ -301,7 +317,7 @@ def _count_locally(metric_class: Any) -> None:
         attributes = summed_attributes(self) if is_distributed() else ()
         if not attributes or id(self) in _called:
             return call(self, *args, **kwargs)
-        is_deferred = id(self) in _deferred
+        is_deferred = _is_deferred(self)
         counts = vars(self)[_UNREDUCED] if is_deferred else {}
         if not counts:
             empty = _empty_like if _merge_of(self) is _concatenate else _zeros_like
@@ -318,6 +334,10 @@ def _count_locally(metric_class: Any) -> None:
     metric_class.__call__ = count
 
 
+def _is_deferred(metric: Metric) -> bool:
+    return any(each.defers(metric) for each in _deferring)
+
+
 def _monitor_calls(metric_class: Any) -> None:
     """Wraps a class so that its calls are monitored in forward passes."""
     if hasattr(vars(metric_class).get("__call__"), "is_monitored"):
@@ -326,10 +346,7 @@ def _monitor_calls(metric_class: Any) -> None:
 
     @functools.wraps(call)
     def monitor(self: Metric, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in _monitored:
-            return call(self, *args, **kwargs)
-        calls, name = _monitored[id(self)]
-        with calls.calling(f"{type(self).__name__} ('{name}')"):
+        with _deferring[-1].calling(self) if _deferring else nullcontext():
             return call(self, *args, **kwargs)
 
     monitor.is_monitored = True  # type: ignore[attr-defined]
@@ -402,7 +419,7 @@ def _drop_counts(metric: Metric) -> None:
 
 
 def _refuse_in_forward_pass(metric: Metric) -> None:
-    if id(metric) in _deferred:
+    if _is_deferred(metric):
         name = type(metric).__name__
         raise ConfigurationError(
             f"The metric {name} is read in a forward pass, before it is summed over the workers. "

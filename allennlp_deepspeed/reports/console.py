@@ -189,6 +189,7 @@ def is_routine(record: logging.LogRecord) -> bool:
     return pattern is not None and re.match(pattern, record.getMessage()) is not None
 
 
+# Global, because AllenNLP's command is between the launch, which sets it, and the trainer.
 _current: Optional[Console] = None
 
 

@@ -18,21 +18,6 @@ class IntervalMetrics(NamedTuple):
         The mean loss over the steps.
     metrics : `Dict[str, Any]`
         The metrics of the epoch so far, with losses as in AllenNLP.
-    """
-
-    num_steps: int
-    seconds: float
-    num_instances: int
-    loss: float
-    metrics: Dict[str, Any]
-
-
-class StepFigures(NamedTuple):
-    """
-    Values of the last optimizer steps.
-
-    # Parameters
-
     learning_rate : `Optional[float]`
         The highest learning rate of all parameter groups. `None` if the optimizer has its own.
     grad_norm : `Optional[float]`
@@ -40,9 +25,14 @@ class StepFigures(NamedTuple):
     loss_scale : `Optional[float]`
         The scale of the next losses. `None` if they aren't scaled.
     num_tokens : `Optional[int]`
-        The tokens of the loss on all ranks since the last call, if the model counts them.
+        The tokens of the loss on all ranks, if the model counts them.
     """
 
+    num_steps: int
+    seconds: float
+    num_instances: int
+    loss: float
+    metrics: Dict[str, Any]
     learning_rate: Optional[float]
     grad_norm: Optional[float]
     loss_scale: Optional[float]

@@ -13,7 +13,7 @@ from allennlp_deepspeed import versions
 from allennlp_deepspeed.engine.process.worker_device import memory_in_use
 from allennlp_deepspeed.reports.console import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
-from allennlp_deepspeed.reports.interval_metrics import IntervalMetrics, StepFigures
+from allennlp_deepspeed.reports.interval_metrics import IntervalMetrics
 from allennlp_deepspeed.reports.metrics_file import MetricsFile
 
 # The trainer's arguments that are reported.
@@ -78,7 +78,7 @@ class RunReport(TrainerCallback):
             return None
         return self._console_report.epoch_progress(trainer.progress.epochs_completed, num_steps)
 
-    def log_interval(self, interval: IntervalMetrics, figures: StepFigures) -> None:
+    def log_interval(self, interval: IntervalMetrics) -> None:
         """
         Reports the values of the last steps. Must be called on every rank, after the host has
         synchronized with the device.
@@ -87,13 +87,13 @@ class RunReport(TrainerCallback):
         if trainer is None or (self._file is None and self._console_report is None):
             return
         instances = interval.num_instances * trainer.data_parallel_size
-        tokens = figures.num_tokens
+        tokens = interval.num_tokens
         seconds = max(interval.seconds, 1e-9)
         values = {
             "loss": interval.loss,
-            "lr": figures.learning_rate,
-            "grad_norm": figures.grad_norm,
-            "loss_scale": figures.loss_scale,
+            "lr": interval.learning_rate,
+            "grad_norm": interval.grad_norm,
+            "loss_scale": interval.loss_scale,
             "seconds_per_step": seconds / max(interval.num_steps, 1),
             "samples_per_second": instances / seconds if instances else None,
             "tokens_per_second": None if tokens is None else tokens / seconds,

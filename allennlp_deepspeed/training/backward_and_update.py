@@ -22,7 +22,6 @@ from allennlp_deepspeed.engine.parameters.weight_changes import (
 )
 from allennlp_deepspeed.engine.process.worker_failure import NotANumberError
 from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
-from allennlp_deepspeed.reports.interval_metrics import StepFigures
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -256,14 +255,18 @@ class GradientStep:
                 "learning rate."
             )
 
-    def pop_figures(self) -> StepFigures:
-        """Returns figures of the steps since the last call. It synchronizes with the device."""
-        return StepFigures(
-            learning_rate=highest_learning_rate(self._optimizer),
-            grad_norm=self._last_norm(),
-            loss_scale=loss_scaling.scale(self._engine, self.scaler),
-            num_tokens=None if self._loss_weights is None else self._loss_weights.pop_num_tokens(),
-        )
+    def pop_metrics(self) -> Dict[str, Any]:
+        """
+        Returns the values of `IntervalMetrics` that the optimizer and the engine have. It
+        synchronizes with the device.
+        """
+        weights = self._loss_weights
+        return {
+            "learning_rate": highest_learning_rate(self._optimizer),
+            "grad_norm": self._last_norm(),
+            "loss_scale": loss_scaling.scale(self._engine, self.scaler),
+            "num_tokens": None if weights is None else weights.pop_num_tokens(),
+        }
 
     def _last_norm(self) -> Optional[float]:
         """

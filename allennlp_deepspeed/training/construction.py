@@ -5,15 +5,15 @@ import logging
 import math
 import re
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from allennlp.common import Lazy
 from allennlp.common import util as common_util
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import (
-    DataLoader,
     MultiProcessDataLoader,
     MultiTaskDataLoader,
     SimpleDataLoader,
@@ -25,7 +25,6 @@ from allennlp.training.scheduler import Scheduler
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.directories import Directories
-from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     ResolvedConfig,
@@ -36,8 +35,6 @@ from allennlp_deepspeed.config.global_batch import (
     no_fixed_size_error,
     refuse_grad_cache,
 )
-from allennlp_deepspeed.config.keys import check_values
-from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel, destroy_engines
 from allennlp_deepspeed.engine.optimizers import offloaded_optimizers, optimizer_check
 from allennlp_deepspeed.engine.parameters.model_check import check_initialized
@@ -50,86 +47,58 @@ from allennlp_deepspeed.engine.process.worker_device import (
 )
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
 from allennlp_deepspeed.training.data_consistency import check_same_data
+from allennlp_deepspeed.training.trainer_arguments import TrainerArguments
 
 logger = logging.getLogger(__name__)
-
-Arguments = Dict[str, Any]
 
 # Data loaders that move batches to their `cuda_device`, if they have one.
 _LOADERS_OF_ALLENNLP = (MultiProcessDataLoader, MultiTaskDataLoader, SimpleDataLoader)
 
-# Arguments that AllenNLP's trainer doesn't have.
-_OURS = {*NEW_TRAINER_KEYS, "ddp_accelerator", "no_grad"}
-
-_POSITIONAL = {"self", "__class__", "model", "optimizer", "data_loader"}
-
-
-def check_arguments(parameters: Mapping[str, Any]) -> Arguments:
-    """
-    Returns the keyword arguments of the trainer's constructor.
-
-    # Parameters
-
-    parameters : `Mapping[str, Any]`, required.
-        All parameters of the constructor, by name.
-
-    # Raises
-
-    `ConfigurationError`
-        If a value is invalid.
-    """
-    arguments = {name: value for name, value in parameters.items() if name not in _POSITIONAL}
-    errors = ConfigErrors()
-    check_values("trainer", TRAINER_KEYS, arguments, errors)
-    errors.raise_any()
-    return arguments
-
 
 def construct(
-    model: Model,
-    optimizer: Union[torch.optim.Optimizer, Lazy[Optimizer], None],
-    data_loader: DataLoader,
-    arguments: Arguments,
-    wrap: Callable[[Model, int], Callable[[], None]],
-) -> Arguments:
+    arguments: TrainerArguments, wrap: Callable[[Model, int], Callable[[], None]]
+) -> Tuple[DeepSpeedWrappedModel, TrainerArguments]:
     """
     Initializes the engine, and constructs the parts that need the engine's optimizer. Every rank
     must call it.
 
     # Parameters
 
-    The parameters of [`DeepSpeedTrainer`](./trainer.py). All others are in `arguments`. `wrap` is
-    that of `DeepSpeedWrappedModel`.
+    arguments : `TrainerArguments`, required.
+    wrap : `Callable[[Model, int], Callable[[], None]]`, required.
+        That of `DeepSpeedWrappedModel`.
 
     # Returns
 
-    `Arguments`
-        The arguments of AllenNLP's trainer, all constructed. The engine is its `ddp_wrapped_model`.
+    `Tuple[DeepSpeedWrappedModel, TrainerArguments]`
+        The engine, and the arguments with all parts constructed and no setting of AllenNLP's
+        trainer unset.
     """
-    check_schedule(arguments["learning_rate_scheduler"])
-    refuse_grad_cache(arguments)
-    if finds_micro_batch_size(arguments) and micro_batch_size(data_loader) is None:
+    model, optimizer, data_loader = arguments.model, arguments.optimizer, arguments.data_loader
+    check_schedule(arguments.learning_rate_scheduler)
+    refuse_grad_cache(vars(arguments))
+    if finds_micro_batch_size(vars(arguments)) and micro_batch_size(data_loader) is None:
         raise no_fixed_size_error()
-    find_unused_parameters = _find_unused_parameters(arguments["ddp_accelerator"])
+    find_unused_parameters = _find_unused_parameters(arguments.ddp_accelerator)
     check_same_data(
         model.vocab,
         {
             "train_data_path": data_loader,
-            "validation_data_path": arguments["validation_data_loader"],
+            "validation_data_path": arguments.validation_data_loader,
         },
     )
-    _prepare(model, arguments)
+    _prepare(model, arguments.no_grad or [])
     parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
-    deepspeed_config = DeepSpeedConfig.from_value(arguments["deepspeed_config"])
+    deepspeed_config = DeepSpeedConfig.from_value(arguments.deepspeed_config)
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     if isinstance(optimizer, Lazy):
         optimizer = optimizer.construct(model_parameters=parameters)
     elif optimizer is None and "optimizer" not in deepspeed_config.config:
         optimizer = Optimizer.default(parameters)
-    device = worker_device(arguments["cuda_device"])
+    device = worker_device(arguments.cuda_device)
     batches_per_epoch = num_batches(data_loader)
     config = deepspeed_config.resolve(
-        _settings(arguments, optimizer, data_loader, batches_per_epoch, device)
+        _settings(arguments, optimizer, batches_per_epoch, device)
     ).limit_buckets(sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad))
     # An optimizer that is given as an object updates the weights itself, on any device.
     steps_with = given or offloaded_optimizers.adapt_for_offload(optimizer, config)
@@ -137,15 +106,15 @@ def construct(
     param_groups = [] if steps_with is None else steps_with.param_groups
     empty_groups = [group for group in param_groups if not group["params"]]
     if steps_with is not None:
-        optimizer_check.check_modes(steps_with, config, arguments["moving_average"] is not None)
+        optimizer_check.check_modes(steps_with, config, arguments.moving_average is not None)
     wrapped_model = wrap_model(
         model,
         config,
         steps_with,
         device=device,
-        local_rank=arguments["local_rank"],
+        local_rank=arguments.local_rank,
         find_unused_parameters=find_unused_parameters,
-        checkpointed_modules=arguments["activation_checkpointing"],
+        checkpointed_modules=arguments.activation_checkpointing,
         wrap=wrap,
     )
     with destroy_on_failure(wrapped_model):
@@ -155,46 +124,48 @@ def construct(
             if empty_groups:
                 groups.enter_context(_restore_empty_groups(wrapped_model.optimizer, empty_groups))
             schedule = _construct_part(
-                arguments["learning_rate_scheduler"],
+                arguments.learning_rate_scheduler,
                 optimizer=wrapped_model.optimizer,
-                num_epochs=arguments["num_epochs"],
+                num_epochs=arguments.num_epochs,
                 num_steps_per_epoch=None
                 if batches_per_epoch is None
                 else math.ceil(batches_per_epoch / config.num_gradient_accumulation_steps),
             )
         check_schedule(schedule)
-        return {
-            **{name: value for name, value in arguments.items() if name not in _OURS},
-            "learning_rate_scheduler": schedule,
+        return wrapped_model, replace(
+            arguments,
             **_parts(arguments, wrapped_model.optimizer, parameters),
-            "grad_norm": config.grad_norm,
-            "num_gradient_accumulation_steps": config.num_gradient_accumulation_steps,
+            optimizer=wrapped_model.optimizer,
+            learning_rate_scheduler=schedule,
+            grad_norm=config.grad_norm,
+            num_gradient_accumulation_steps=config.num_gradient_accumulation_steps,
             # The engine scales and casts; AllenNLP's own autocast and GradScaler are disabled.
-            "use_amp": False,
-            "ddp_wrapped_model": wrapped_model,
-        }
+            use_amp=False,
+        )
 
 
-def _prepare(model: Model, arguments: Arguments) -> None:
+def _prepare(model: Model, no_grad: List[str]) -> None:
     """Prepares the model for the construction of an optimizer."""
     destroy_engines(model)
     check_initialized(model)
-    freeze(model, arguments["no_grad"] or [])
+    freeze(model, no_grad)
     common_util.log_frozen_and_tunable_parameter_names(model)
 
 
-def _parts(arguments: Arguments, optimizer: torch.optim.Optimizer, parameters: Any) -> Arguments:
-    directory = {"serialization_dir": arguments["serialization_dir"]}
-    callbacks = arguments["callbacks"] or []
+def _parts(
+    arguments: TrainerArguments, optimizer: torch.optim.Optimizer, parameters: Any
+) -> Dict[str, Any]:
+    directory = {"serialization_dir": arguments.serialization_dir}
+    callbacks = arguments.callbacks or []
     # The optimizer may have frozen some.
     trainable = [[name, p] for name, p in parameters if p.requires_grad]
     with access_allowed():
         # It copies each parameter's elements, which shards replace in the trainer.
-        moving_average = _construct_part(arguments["moving_average"], parameters=trainable)
+        moving_average = _construct_part(arguments.moving_average, parameters=trainable)
     return {
-        "momentum_scheduler": _construct_part(arguments["momentum_scheduler"], optimizer=optimizer),
+        "momentum_scheduler": _construct_part(arguments.momentum_scheduler, optimizer=optimizer),
         "moving_average": moving_average,
-        "checkpointer": _construct_part(arguments["checkpointer"], **directory),
+        "checkpointer": _construct_part(arguments.checkpointer, **directory),
         "callbacks": [_construct_part(callback, **directory) for callback in callbacks],
     }
 
@@ -207,19 +178,17 @@ def freeze(model: Model, no_grad: List[str]) -> None:
 
 
 def _settings(
-    arguments: Arguments,
+    arguments: TrainerArguments,
     optimizer: Optional[torch.optim.Optimizer],
-    data_loader: DataLoader,
     batches_per_epoch: Optional[int],
     device: torch.device,
 ) -> TrainerSettings:
-    world_size = arguments["world_size"]
-    directory = arguments["serialization_dir"]
+    world_size, directory = arguments.world_size, arguments.serialization_dir
     return TrainerSettings.from_objects(
-        arguments,
+        vars(arguments),
         optimizer,
-        arguments["learning_rate_scheduler"],
-        micro_batch_size=micro_batch_size(data_loader),
+        arguments.learning_rate_scheduler,
+        micro_batch_size=micro_batch_size(arguments.data_loader),
         batches_per_epoch=batches_per_epoch,
         world_size=world_size,
         workers_per_node=workers_per_node(world_size),
@@ -319,11 +288,13 @@ def check_checkpointer(checkpointer: Any) -> None:
         )
 
 
-def _check_empty_groups(optimizer: Optional[torch.optim.Optimizer], arguments: Arguments) -> None:
+def _check_empty_groups(
+    optimizer: Optional[torch.optim.Optimizer], arguments: TrainerArguments
+) -> None:
     """Checks that the groups that DeepSpeed removes aren't before others that a schedule counts."""
     is_empty = [not group["params"] for group in optimizer.param_groups] if optimizer else []
     for name in ("learning_rate_scheduler", "momentum_scheduler"):
-        if isinstance(arguments[name], Scheduler) and is_empty != sorted(is_empty):
+        if isinstance(getattr(arguments, name), Scheduler) and is_empty != sorted(is_empty):
             raise ConfigurationError(
                 f"Parameter group {is_empty.index(True)} of the optimizer is empty. DeepSpeed "
                 f"removes it, so '{name}' would set the values of other groups. Remove it before "
@@ -349,14 +320,15 @@ def _restore_empty_groups(
         del optimizer.param_groups[-len(empty_groups) :]
 
 
-def find_directories(arguments: Arguments, config: ResolvedConfig) -> Directories:
+def find_directories(arguments: TrainerArguments, config: ResolvedConfig) -> Directories:
     """
     Finds the ranks that share a serialization directory, and logs them unless all ranks are on one
     host with one directory. Every rank must call it.
     """
-    found = Directories.discover(arguments["serialization_dir"])
+    directory = arguments.serialization_dir
+    found = Directories.discover(None if directory is None else str(directory))
     setting = config.engine_config.get("checkpoint", {}).get("use_node_local_storage")
-    if not arguments["distributed"] or (
+    if not arguments.distributed or (
         found.is_shared and not setting and len(set(found.hosts)) == 1
     ):
         return found

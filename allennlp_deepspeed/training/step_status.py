@@ -60,38 +60,21 @@ def all_reduce_status(
 
     The others are those of `StepStatus`, on this rank.
     """
+    values = (steps_since_nan, signal_number, is_time_to_save, has_changed_weights)
+    checksums = (used_parameters_checksum, metric_calls_checksum)
     # One maximum over the ranks: those of a checksum and of its negative are the maximum and the
     # minimum.
-    checksums = [float(used_parameters_checksum), float(metric_calls_checksum)]
-    (
-        since_nan,
-        largest_used,
-        largest_calls,
-        smallest_used,
-        smallest_calls,
-        signal_,
-        is_time,
-        weights,
-        seconds,
-    ) = collectives.all_reduce_max(
-        [
-            float(steps_since_nan),
-            *checksums,
-            *(-checksum for checksum in checksums),
-            float(signal_number),
-            float(is_time_to_save),
-            float(has_changed_weights),
-            seconds_per_step,
-        ],
-        device,
-        dtype=torch.float64,
+    numbers = (seconds_per_step, *values, *checksums, *(-checksum for checksum in checksums))
+    seconds, since_nan, signal_, is_time, has_changed, *extremes = collectives.all_reduce_max(
+        list(map(float, numbers)), device, dtype=torch.float64
     )
+    largest_used, largest_calls, smallest_used, smallest_calls = extremes
     return StepStatus(
         steps_since_nan=int(since_nan),
         ranks_differ=largest_used != -smallest_used,
         metric_calls_differ=largest_calls != -smallest_calls,
         signal_number=int(signal_),
         is_time_to_save=bool(is_time),
-        has_changed_weights=bool(weights),
+        has_changed_weights=bool(has_changed),
         seconds_per_step=seconds,
     )

@@ -1,5 +1,4 @@
 import logging
-import os
 import signal
 import warnings
 import weakref
@@ -10,12 +9,9 @@ from typing import (
     Dict,
     Iterator,
     List,
-    Literal,
     Mapping,
     Optional,
-    Sequence,
     Tuple,
-    TypeVar,
     Union,
 )
 from unittest import mock
@@ -23,14 +19,9 @@ from unittest import mock
 import torch
 from allennlp.common import Lazy
 from allennlp.common.checks import ConfigurationError
-from allennlp.data.data_loaders import (
-    DataLoader,
-    TensorDict,
-)
+from allennlp.data.data_loaders import TensorDict
 from allennlp.models.model import Model
-from allennlp.nn.parallel import DdpAccelerator
 from allennlp.training.callbacks import ConfidenceChecksCallback, TrainerCallback
-from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
@@ -90,7 +81,6 @@ from allennlp_deepspeed.training.callbacks import (
     runs_backward,
 )
 from allennlp_deepspeed.training.construction import (
-    check_arguments,
     check_checkpointer,
     construct,
     destroy_on_failure,
@@ -112,6 +102,7 @@ from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMi
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.step_metrics import StepMetrics
 from allennlp_deepspeed.training.step_status import StepStatus, all_reduce_status
+from allennlp_deepspeed.training.trainer_arguments import TrainerArguments, declares, takes
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
@@ -136,11 +127,6 @@ _OPTIONAL_PARTS = {
     "reshard_after_micro_batch",
     "attributes",  # not in checkpoints of earlier versions
 }
-
-T = TypeVar("T")
-
-# An object as in AllenNLP, or one that is constructed after the engine, as from a config file.
-MaybeLazy = Union[T, Lazy[T], None]
 
 
 def _progress_property(name: str) -> Any:
@@ -181,8 +167,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Its `find_unused_parameters` sets whether there may be parameters that only some ranks use
         in a step. In a config file it is under `"distributed"`.
 
-    All others are those of AllenNLP's trainer and of [`TRAINER_KEYS`](../config/own_keys.py). [The
-    reference](../../docs/reference.md) documents these.
+    All others are the fields of [`TrainerArguments`](./trainer_arguments.py). [The
+    reference](../../docs/reference.md) documents those that AllenNLP's trainer doesn't have.
 
     # Raises
 
@@ -208,78 +194,38 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     )
     _should_validate_this_epoch = _progress_property("should_validate_this_epoch")
 
-    def __init__(
-        self,
-        model: Model,
-        optimizer: Union[torch.optim.Optimizer, Lazy[Optimizer], None],
-        data_loader: DataLoader,
-        patience: Optional[int] = None,
-        validation_metric: Union[str, List[str]] = "-loss",
-        validation_data_loader: Optional[DataLoader] = None,
-        num_epochs: int = 20,
-        serialization_dir: Union[str, os.PathLike, None] = None,
-        checkpointer: MaybeLazy[Checkpointer] = None,
-        cuda_device: Union[int, torch.device, None] = None,
-        grad_norm: Union[float, bool, None] = None,
-        grad_clipping: Optional[float] = None,
-        learning_rate_scheduler: MaybeLazy[LearningRateScheduler] = None,
-        momentum_scheduler: MaybeLazy[MomentumScheduler] = None,
-        moving_average: MaybeLazy[MovingAverage] = None,
-        callbacks: Optional[Sequence[Union[TrainerCallback, Lazy[TrainerCallback]]]] = None,
-        distributed: bool = False,
-        local_rank: int = 0,
-        world_size: int = 1,
-        num_gradient_accumulation_steps: Union[int, Literal["auto"], None] = None,
-        use_amp: Optional[bool] = None,
-        enable_default_callbacks: bool = True,
-        run_confidence_checks: bool = True,
-        grad_scaling: bool = True,
-        *,
-        deepspeed_config: Union[DeepSpeedConfig, Dict[str, Any], str, None] = "zero_2",
-        no_grad: Optional[List[str]] = None,
-        ddp_accelerator: Optional[DdpAccelerator] = None,
-        global_batch_size: Optional[int] = None,
-        gradient_synchronization: str = "auto",
-        half_precision_autocast: Union[bool, str] = "auto",
-        reshard_after_micro_batch: Union[bool, str] = "auto",
-        activation_checkpointing: Optional[List[str]] = None,
-        torch_compile: Union[bool, Dict[str, Any], None] = None,
-        grad_cache: Optional[Dict[str, Any]] = None,
-        sequence_parallel_size: int = 1,
-        sequence_tiling: Optional[Dict[str, Any]] = None,
-        log_every_num_steps: Optional[int] = None,
-        resume: Optional[str] = None,
-    ) -> None:
-        # The parameters by name, before other variables are assigned.
-        arguments = check_arguments(locals())
+    @takes(TrainerArguments)
+    def __init__(self, arguments: TrainerArguments) -> None:
         check_trainer(DeepSpeedTrainer, type(self))
-        self._extensions = StepExtensions(find_extensions(arguments), arguments)
+        model, keys = arguments.model, vars(arguments)
+        self._extensions = StepExtensions(find_extensions(keys), keys)
         # Before metrics are left out of what is compiled.
         self._distributed_metrics = DistributedMetrics(model)
-        constructed = construct(model, optimizer, data_loader, arguments, self._extensions.wrap)
-        wrapped_model = constructed["ddp_wrapped_model"]
+        wrapped_model, constructed = construct(arguments, self._extensions.wrap)
         with destroy_on_failure(wrapped_model):
             self._progress = Progress()
-            super().__init__(model, wrapped_model.optimizer, data_loader, **constructed)
+            super().__init__(**constructed.of_allennlp(), ddp_wrapped_model=wrapped_model)
             self._has_trained = False
             self._directories = find_directories(arguments, wrapped_model.config)
-            self._metric_tracker = AgreedMetricTracker(validation_metric, patience)
-            if distributed:
+            self._metric_tracker = AgreedMetricTracker(
+                arguments.validation_metric, arguments.patience
+            )
+            if arguments.distributed:
                 self._primary = self._directories.is_leader
                 self._validation_data_loader = with_even_batches(
                     self._validation_data_loader, model, self.cuda_device
                 )
-            self._report = RunReport(arguments)
+            self._report = RunReport(keys)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             self._callbacks += self._own_callbacks()
             # The last worker of elastic nodes is one, too.
-            is_worker = distributed or worker_failure.has_error_file()
+            is_worker = arguments.distributed or worker_failure.has_error_file()
             self._interruption = TrainingInterruption(is_worker)
             self._step_metrics = StepMetrics(
                 model,
                 self._distributed_metrics,
                 self._progress,
-                num_steps=log_every_num_steps,
+                num_steps=arguments.log_every_num_steps,
                 callbacks_read_metrics=any(map(may_read_metrics, self._callbacks)),
                 divides_batches=self._extensions.divides_batches,
                 report=self._report,
@@ -291,7 +237,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gathered_evaluation = GatheredEvaluation(
                 self.engine, wrapped_model.config.reshard_in_evaluation
             )
-            self._gradient_synchronization = gradient_synchronization
+            self._gradient_synchronization = arguments.gradient_synchronization
             if wrapped_model.config.zero_stage == 3:
                 # The directory of memory-mapped full weights, which may not fit into memory.
                 wrapped_model.mapping_directory = self._serialization_dir
@@ -314,7 +260,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
             self._attributes = self._construct_attribute_states()
-            keep_batches_on_cpu(data_loader, wrapped_model)
+            keep_batches_on_cpu(arguments.data_loader, wrapped_model)
             self._is_constructed = True
         # A trainer that is dropped before training is cleaned up too.
         weakref.finalize(self, wrapped_model.destroy).atexit = False  # type: ignore[misc]
@@ -817,7 +763,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._distributed_metrics.check_calls()
         self._extensions.check(self.cuda_device)
         self._weight_change_detector.is_due = True
-        self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_figures())
+        self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_metrics())
         return status
 
     def _raise_if_signaled(self, status: StepStatus) -> None:
@@ -1265,52 +1211,23 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @classmethod
     @override
+    @declares(TrainerArguments)
     def from_partial_objects(  # type: ignore[override]
         cls,
-        model: Model,
         serialization_dir: str,
-        data_loader: DataLoader,
-        validation_data_loader: Optional[DataLoader] = None,
-        local_rank: int = 0,
-        patience: Optional[int] = None,
-        validation_metric: Union[str, List[str]] = "-loss",
-        num_epochs: int = 20,
-        cuda_device: Union[int, torch.device, None] = None,
-        grad_norm: Union[float, bool, None] = None,
-        grad_clipping: Optional[float] = None,
-        distributed: bool = False,
-        world_size: int = 1,
-        num_gradient_accumulation_steps: Union[int, Literal["auto"], None] = None,
-        use_amp: Optional[bool] = None,
-        no_grad: Optional[List[str]] = None,
         optimizer: Optional[Lazy[Optimizer]] = None,
         learning_rate_scheduler: Optional[Lazy[LearningRateScheduler]] = None,
         momentum_scheduler: Optional[Lazy[MomentumScheduler]] = None,
         moving_average: Optional[Lazy[MovingAverage]] = None,
         checkpointer: Optional[Lazy[DeepSpeedCheckpointer]] = Lazy(DeepSpeedCheckpointer),
         callbacks: Optional[List[Lazy[TrainerCallback]]] = None,
-        enable_default_callbacks: bool = True,
-        run_confidence_checks: bool = True,
-        grad_scaling: bool = True,
-        ddp_accelerator: Optional[DdpAccelerator] = None,
         deepspeed_config: Optional[DeepSpeedConfig] = None,
-        global_batch_size: Optional[int] = None,
-        gradient_synchronization: str = "auto",
-        half_precision_autocast: Union[bool, str] = "auto",
-        reshard_after_micro_batch: Union[bool, str] = "auto",
-        activation_checkpointing: Optional[List[str]] = None,
-        torch_compile: Union[bool, Dict[str, Any], None] = None,
-        grad_cache: Optional[Dict[str, Any]] = None,
-        sequence_parallel_size: int = 1,
-        sequence_tiling: Optional[Dict[str, Any]] = None,
-        log_every_num_steps: Optional[int] = None,
-        resume: Optional[str] = None,
         **kwargs: Any,
     ) -> "DeepSpeedTrainer":
         """
-        Constructs the trainer from a config file: the keys under `"trainer"` are the arguments of
-        this method, except those that the train command passes in. `FromParams` needs each of them
-        in this signature. `kwargs` are those of the `__init__` of a subclass.
+        Constructs the trainer from a config file: the keys under `"trainer"` are those of
+        `TrainerArguments`, except those that the train command passes in. Parts are `Lazy`.
+        `kwargs` are the others, and those of the `__init__` of a subclass.
         """
         arguments = {**locals(), **kwargs}
         del arguments["cls"], arguments["kwargs"]

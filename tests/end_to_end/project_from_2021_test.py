@@ -12,29 +12,16 @@ from typing import Any, Dict, List
 
 import pytest
 
-from tests.support.command import REPOSITORY, allennlp
+from tests.support.command import allennlp
+from tests.support.project_from_2021 import PREDICT, TRAIN, write_project
 
-PAGE = (REPOSITORY / "docs" / "project_from_2021.md").read_text()
 TIME_LIMIT = 280  # seconds, for programs that import AllenNLP
-
-
-def blocks(language: str) -> List[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-
-
-CONFIG: Dict[str, Any] = json.loads(blocks("json")[0])
-TRAIN, PREDICT = blocks("bash")
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """With the project of the page."""
-    (tmp_path / "my_project").mkdir()
-    (tmp_path / "my_project" / "__init__.py").touch()
-    for code in blocks("python"):
-        (tmp_path / code.splitlines()[0].removeprefix("# ")).write_text(code)
-    (tmp_path / "config.jsonnet").write_text(json.dumps(CONFIG))
-    (tmp_path / "train.tsv").write_text("good\ta fine day\nbad\tno day\n" * 4)
+    write_project(tmp_path)
     return tmp_path
 
 

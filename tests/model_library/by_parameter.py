@@ -97,7 +97,7 @@ class Comparison:
         self._config = config
         self._folder = folder
         self._references: Dict[str, Any] = {}
-        self._outcomes: Dict[int, Any] = {}
+        self._outcomes: Dict[str, Any] = {}
         self.is_alone = is_alone
         folder.mkdir()
 
@@ -132,11 +132,12 @@ class Comparison:
             config["trainer"]["callbacks"] = [f"{trial.MITIGATOR}_of_the_mean"]
         return trial.train(config, 1, self._folder / f"{name} alone", prepare)
 
-    def outcome(self, stage: int) -> Any:
-        if stage not in self._outcomes:
+    def outcome(self, stage: int, prepare: Any = None) -> Any:
+        name = f"stage {stage} {getattr(prepare, '__name__', '')}"
+        if name not in self._outcomes:
             config = ours(self._config, WORLD_SIZE, stage)
-            self._outcomes[stage] = self._train(config, f"stage {stage}")
-        return self._outcomes[stage]
+            self._outcomes[name] = self._train(config, name, prepare)
+        return self._outcomes[name]
 
     def _train(
         self, config: Dict[str, Any], name: str, prepare: Any = None, time_limit: float = TIME_LIMIT
@@ -232,6 +233,14 @@ class Comparison:
         itself = difference(reference, self.reference(trial.round_differently))
         if off <= SIMILAR * itself <= SMALL:
             return f"DIFFERS, {off:.1e} between two roundings"
+        for text, changes in {"": {}, **experiments.LESS_ROUNDING}.items() if self.is_alone else ():
+            config = experiments.with_adam(self._config, changes) if changes else self._config
+            if config is None:
+                continue
+            calm = Comparison(config, self._folder / f"states {text} {stage}", self.is_alone)
+            restored = calm.outcome(stage, trial.restore_states_of_training)
+            if difference(calm.reference(), restored) <= TOLERANCE:
+                return f"DIFFERS, {off:.1e} from states of the validation {text}".rstrip()
         return f"DIFFERS: {off:.1e} {worst[0].name}"
 
 

@@ -37,6 +37,13 @@ NOTES = [
         f"{TOLERANCE:.0e}",
     ),
     Note(
+        "from states of the validation",
+        "ELMo goes on with the states of the batch before, in the next epoch with those of the "
+        "validation, whose batches are others in each worker than in one process: with those of "
+        'the last batch of the training, and for less rounding `"eps": 1e-3` or `"lr": 1e-2` too, '
+        f"the difference is less than {TOLERANCE:.0e}",
+    ),
+    Note(
         "with a large eps",
         'rounding, of which Adam makes steps where a gradient is near 0: with `"eps": 1e-3` in the '
         f"optimizer, on both sides, the difference is less than {TOLERANCE:.0e}",

@@ -372,3 +372,24 @@ def _prepare_each_forward(model: torch.nn.Module, ranks: Sequence[int]) -> None:
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after)
+
+
+def restore_states_of_training(model: torch.nn.Module) -> None:
+    """
+    Has an encoder that goes on with the states of the batch before, in the next epoch too, go on
+    with those of the last batch of the training. Those of the validation are of other batches in
+    each worker than in one process.
+    """
+    stateful = [module for module in model.modules() if isinstance(module, _EncoderBase)]
+    states: Dict[Any, Any] = {}
+
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        for encoder in stateful if module.training else []:
+            encoder._states = states.get(encoder)
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        if module.training:
+            states.update({encoder: encoder._states for encoder in stateful})
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after)

@@ -246,14 +246,6 @@ def _switch_modes(setup: Setup) -> None:
     engine.eval = evaluate  # type: ignore[method-assign]
 
 
-def _activation_checkpointing(setup: Setup) -> None:
-    activation_checkpointing.configure(setup.model, setup.config.engine_config, setup.device)
-
-
-def _copies_without_hooks(setup: Setup) -> None:
-    internals.copy_modules_without_hooks(setup.initialized.optimizer.parameter_offload)
-
-
 def _gather_penalty(setup: Setup) -> None:
     assert setup.regularizer is not None
     setup.regularizer.gather_with_model()
@@ -284,10 +276,6 @@ def _master_weights(setup: Setup) -> None:
 def _forget_values(setup: Setup) -> None:
     assert setup.snapshot is not None
     setup.snapshot.forget_values(setup.initialized)
-
-
-def _refuse_groups(setup: Setup) -> ContextManager[Any]:
-    return mock.patch.object(setup.engine_optimizer, "add_param_group", _refuse_group)
 
 
 def _refuse_group(*_: Any, **__: Any) -> None:
@@ -351,9 +339,16 @@ FEATURES: Tuple[Feature, ...] = (
     Feature("what DeepSpeed has added to the model", _find_added),
     Feature("modes of the engine and the model", _switch_modes),
     Feature("reports", lambda s: deepspeed_logging.log_reports(s.initialized)),
-    Feature("activation checkpointing", _activation_checkpointing),
+    Feature(
+        "activation checkpointing",
+        lambda s: activation_checkpointing.configure(s.model, s.config.engine_config, s.device),
+    ),
     # Hooks of stage 3. Those that wrap others come after them.
-    Feature("copies without hooks", _copies_without_hooks, _at_stage_3),
+    Feature(
+        "copies without hooks",
+        lambda s: internals.copy_modules_without_hooks(s.initialized.optimizer.parameter_offload),
+        _at_stage_3,
+    ),
     Feature(
         "hooks without a graph",
         lambda s: module_hooks.skip_hooks_without_graph(s.model),
@@ -408,7 +403,11 @@ FEATURES: Tuple[Feature, ...] = (
         lambda s: internals.allow_plain_backward(s.initialized),
         lambda s: s.stage == 0 and s.config.precision != "fp16",
     ),
-    Feature("fixed parameter groups", _refuse_groups, _with_shards),
+    Feature(
+        "fixed parameter groups",
+        lambda s: mock.patch.object(s.engine_optimizer, "add_param_group", _refuse_group),
+        _with_shards,
+    ),
     Feature("one step of all groups", lambda s: Shards(s.initialized).steps_as_one(), _with_shards),
     # Last: from here on parameters have no elements outside of their modules.
     Feature(

@@ -6,7 +6,6 @@ clipping and the step, so that small gradients aren't rounded to zero.
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, Iterator, List, Optional
-from weakref import WeakSet
 
 import torch
 
@@ -125,9 +124,6 @@ def _loss_scaler(engine: DeepSpeedEngine) -> Any:
     return getattr(optimizer, "loss_scaler", SimpleNamespace())
 
 
-# Engines that are in a step of the trainer.
-_in_step: "WeakSet[DeepSpeedEngine]" = WeakSet()
-
 HOW_TO_STEP = (
     "Only the trainer may call `step` of its engine and optimizer, after it has reduced the "
     "gradients over the ranks. In a subclass of the trainer call `super()._train_epoch(epoch)`, "
@@ -139,16 +135,16 @@ HOW_TO_STEP = (
 @contextmanager
 def refuse_other_steps(engine: DeepSpeedEngine) -> Iterator[None]:
     """
-    Context manager in which only `step` may step the engine or its optimizer. The trainer reduces
-    gradients instead of DeepSpeed's hooks: any other step would use the gradients of this rank
-    only, those of the previous step, or none.
+    Context manager in which only `step_engine` may step the engine or its optimizer. The trainer
+    reduces gradients instead of DeepSpeed's hooks: any other step would use the gradients of this
+    rank only, those of the previous step, or none.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError(HOW_TO_STEP)
 
     def refuse_outside(*_: Any) -> None:
-        if engine not in _in_step:
+        if engine.step is refuse:
             refuse()
 
     engine.step = refuse  # type: ignore[method-assign]
@@ -175,9 +171,10 @@ def step_engine(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler])
         Whether the step was applied.
     """
     scale_before = 0.0 if scaler is None else scaler.get_scale()
-    _in_step.add(engine)
+    # `refuse_other_steps` has replaced it, and allows the optimizer's step meanwhile.
+    refuse = vars(engine).pop("step")
     try:
-        DeepSpeedEngine.step(engine)
+        engine.step()
     finally:
-        _in_step.discard(engine)
+        engine.step = refuse  # type: ignore[method-assign]
     return engine.was_step_applied() if scaler is None else scaler.get_scale() >= scale_before

@@ -336,7 +336,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             gc.collect()
 
 
-# Wrapped models whose engine exists.
+# Wrapped models whose engine exists. Global, because another trainer must find them.
 _with_engine: "weakref.WeakSet[DeepSpeedWrappedModel]" = weakref.WeakSet()
 
 

@@ -15,7 +15,8 @@ LOST_STATES = (
     "that resumes from a checkpoint."
 )
 
-# Hooks that refuse the steps of optimizers whose states are lost.
+# Hooks that refuse the steps of optimizers whose states are lost. Global, because optimizers
+# outlive their trainers.
 _refusals: "WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 

@@ -20,7 +20,8 @@ class _Deferral:
     """
 
 
-# Each `DeepSpeedZeRoOffload` whose coordinator is replaced, the innermost last.
+# Each `DeepSpeedZeRoOffload` whose coordinator is replaced, the innermost last. Global, because a
+# model that runs an `untraced_pass` doesn't know its engine.
 _offloads_in_use: List[Any] = []
 
 

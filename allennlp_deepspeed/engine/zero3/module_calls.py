@@ -32,7 +32,7 @@ _SIZE = 8 * (3 + _MAX_CALLS)  # bytes
 # They aren't called, so that nothing can be gathered for them.
 _CONTAINERS = {"ModuleList", "ModuleDict"}
 
-# The record of this process. Not in the hooks, which are copied with their modules.
+# The record of this process. Global, because the hooks are copied with their modules.
 _record: Any = None
 
 

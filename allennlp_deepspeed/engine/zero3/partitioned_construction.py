@@ -167,16 +167,22 @@ class PartitionedConstruction:
 
     def _observe(self) -> None:
         """Patches all accesses to parameters, so that they call this object."""
-        from transformers import PreTrainedModel
+        for patch in (*self._access_patches(), *self._loading_patches()):
+            self._undo.enter_context(patch)
 
+        def _register_module(parent: Module, name: str, child: Optional[Module]) -> None:
+            if child is not None:
+                self._partition_module(child)
+
+        self._undo.callback(register_module_module_registration_hook(_register_module).remove)
+
+    def _access_patches(self) -> List[Any]:
         get_attribute = Module.__getattr__
         named_parameters = Module.named_parameters
         load_from_state_dict = Module._load_from_state_dict
         deepcopy_parameter = Parameter.__deepcopy__
         save_to_state_dict = Module._save_to_state_dict
         apply = Module._apply
-        from_pretrained = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
-        load = torch.load
 
         def __getattr__(module: Module, name: str) -> Any:
             value = get_attribute(module, name)
@@ -213,14 +219,27 @@ class PartitionedConstruction:
 
         def _save_to_state_dict(module: Module, *args: Any, **kwargs: Any) -> None:
             if not self._is_in_from_pretrained:
-                for _, parameter in _own_parameters(module):
-                    self._mark_used(parameter)
+                self._mark_own_used(module)
             save_to_state_dict(module, *args, **kwargs)
 
         def _apply(module: Module, *args: Any, **kwargs: Any) -> Module:
-            for _, parameter in _own_parameters(module):
-                self._mark_used(parameter)
+            self._mark_own_used(module)
             return apply(module, *args, **kwargs)
+
+        return [
+            mock.patch.object(Module, "__getattr__", __getattr__),
+            mock.patch.object(Module, "named_parameters", _named_parameters),
+            mock.patch.object(Module, "_load_from_state_dict", _load_from_state_dict),
+            mock.patch.object(Parameter, "__deepcopy__", __deepcopy__),
+            mock.patch.object(Module, "_save_to_state_dict", _save_to_state_dict),
+            mock.patch.object(Module, "_apply", _apply),
+        ]
+
+    def _loading_patches(self) -> List[Any]:
+        from transformers import PreTrainedModel
+
+        from_pretrained = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+        load = torch.load
 
         def _from_pretrained(cls: Type["PreTrainedModel"], *args: Any, **kwargs: Any) -> Any:
             # It reads the keys of state dicts of the full model, and not the values.
@@ -236,26 +255,17 @@ class PartitionedConstruction:
                 kwargs.setdefault("mmap", True)
             return load(f, *args, **kwargs)
 
-        def _register_module(parent: Module, name: str, child: Optional[Module]) -> None:
-            if child is not None:
-                self._partition_module(child)
-
-        patches: List[Any] = [
-            mock.patch.object(Module, "__getattr__", __getattr__),
-            mock.patch.object(Module, "named_parameters", _named_parameters),
-            mock.patch.object(Module, "_load_from_state_dict", _load_from_state_dict),
-            mock.patch.object(Parameter, "__deepcopy__", __deepcopy__),
-            mock.patch.object(Module, "_save_to_state_dict", _save_to_state_dict),
-            mock.patch.object(Module, "_apply", _apply),
+        return [
             mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained)),
             mock.patch.object(torch, "load", load_mapped),
             # Entries that are cached meanwhile are partitioned for this training only.
             mock.patch.dict(cached_transformers._model_cache, clear=True),
             mock.patch.object(cached_transformers, "get", _transformers_without_copies()),
         ]
-        for patch in patches:
-            self._undo.enter_context(patch)
-        self._undo.callback(register_module_module_registration_hook(_register_module).remove)
+
+    def _mark_own_used(self, module: Module) -> None:
+        for _, parameter in _own_parameters(module):
+            self._mark_used(parameter)
 
     def _mark_used(self, parameter: Any) -> None:
         """Gathers a parameter that is about to be accessed, if it has been partitioned."""
