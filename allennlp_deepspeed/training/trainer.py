@@ -1211,7 +1211,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @classmethod
     @override
-    @declares(TrainerArguments)
+    @declares(TrainerArguments, GradientDescentTrainer.from_partial_objects)
     def from_partial_objects(  # type: ignore[override]
         cls,
         serialization_dir: str,

@@ -37,7 +37,6 @@ from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 
 P = ParamSpec("P")
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 # An object as in AllenNLP, or one that is constructed after the engine, as from a config file.
 MaybeLazy = Union[T, Lazy[T], None]
@@ -123,17 +122,33 @@ def takes(arguments: Callable[P, T]) -> Callable[..., Callable[Concatenate[Any, 
     return decorate
 
 
-def declares(arguments: Callable[..., Any]) -> Callable[[F], F]:
+def declares(
+    arguments: Callable[..., Any], overridden: Callable[..., Any]
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """
-    Decorator of a class method with variable keyword arguments. Declares each of them for
-    `FromParams`, which reads the signature.
+    Decorator of a class method with variable keyword arguments. Declares each of `arguments` for
+    `FromParams`, which reads the signature. Those of the class method that it overrides may be
+    given by position.
     """
+    positional = [
+        parameter.name
+        for parameter in inspect.signature(overridden).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
-    def decorate(method: F) -> F:
+    def decorate(method: Callable[..., T]) -> Callable[..., T]:
         this, *own, kwargs = inspect.signature(method).parameters.values()
         parameters = {p.name: p for p in [*inspect.signature(arguments).parameters.values(), *own]}
+        first = [parameters.pop(name).replace(kind=kind) for name in positional]
+
+        @functools.wraps(method)
+        def construct(cls: Any, *args: Any, **kwargs: Any) -> T:
+            return method(cls, **dict(zip(positional, args)), **kwargs)
+
         named = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters.values()]
-        method.__signature__ = inspect.Signature([this, *named, kwargs])  # type: ignore
-        return method
+        signature = inspect.Signature([this, *first, *named, kwargs])
+        construct.__signature__ = signature  # type: ignore[attr-defined]
+        return construct
 
     return decorate

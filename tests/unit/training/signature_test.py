@@ -48,6 +48,7 @@ def test_a_config_file_and_python_have_the_same_parameters() -> None:
     "own, of_allennlp",
     [
         (DeepSpeedTrainer.__init__, GradientDescentTrainer.__init__),
+        (DeepSpeedTrainer.from_partial_objects, GradientDescentTrainer.from_partial_objects),
         (DeepSpeedCheckpointer.__init__, Checkpointer.__init__),
     ],
 )
