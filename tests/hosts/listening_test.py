@@ -9,7 +9,7 @@ from tests.hosts.faults_test import on
 from tests.hosts.start_test import experiment, message, start
 from tests.support.command import Command, wait_for_all
 from tests.support.experiment import Config, Experiments, Result, assert_same_weights
-from tests.support.hosts import PORT, Hosts, on_one_host
+from tests.support.hosts import PORT, Hosts, on_one_host, write_config
 from tests.support.listening import listeners, with_descendants, write_payload
 
 TIME_LIMIT = 120
@@ -40,6 +40,27 @@ def test_nodes_listen_on_their_own_address_only(two_hosts: Hosts, tmp_path: Path
     for node, of_node in enumerate(found):
         others = {listener.address for listener in of_node if not listener.is_loopback}
         assert others == {two_hosts[node].address}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_training_on_one_host_listens_on_loopback_only(
+    two_hosts: Hosts, tmp_path: Path, num_workers: int
+):
+    # The host's name is an address that the other one reaches.
+    config = on_one_host(training(two_hosts), workers=1)
+    if num_workers == 1:
+        del config["distributed"]
+        config["trainer"]["cuda_device"] = -1
+    path = write_config(config, tmp_path / "out")
+    command = two_hosts[0].start("train", path, "-s", tmp_path / "out")
+    found = set()
+    while command.is_running:
+        found |= listeners(with_descendants(command.pid))
+        time.sleep(0.02)
+    [run] = wait_for_all([command], TIME_LIMIT)
+    run.check()
+    assert found
+    assert all(listener.is_loopback for listener in found)
 
 
 @pytest.mark.parametrize(
