@@ -104,6 +104,8 @@ def _row(workaround: Workaround, shown_by: List[Tuple[str, str]]) -> str:
     where = f"[`{workaround.path.removeprefix('allennlp_deepspeed/')}`](../{workaround.path})" + (
         f" `{own_name}`" if own_name else ""
     )
+    if not shown_by:
+        raise ValueError(f"No test in tests/upstream shows {workaround.name}")
     links = [f"[`{name}`](../tests/upstream/{file})" for file, name in shown_by]
     cells = (workaround.versions, workaround.fault, where, ", ".join(links), workaround.issues)
     return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")

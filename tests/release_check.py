@@ -148,7 +148,7 @@ def check(environment: Environment, out: str) -> Iterator[str]:
     assert (environment.folder / out / "report.html").stat().st_size > 100_000
     yield "report"
     version = environment.run("allennlp", "deepspeed", "--version").split()[1]
-    assert version in environment.run("allennlp", "deepspeed", "env")
+    assert f"version: {version}\n" in environment.run("allennlp", "deepspeed", "env")
     yield "env"
 
 

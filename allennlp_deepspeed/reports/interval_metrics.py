@@ -1,6 +1,15 @@
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple, Optional, TypedDict
 
 import torch
+
+
+class OptimizerMetrics(TypedDict):
+    """Those of the `IntervalMetrics` that the optimizer and the engine have."""
+
+    learning_rate: Optional[float]
+    grad_norm: Optional[float]
+    loss_scale: Optional[float]
+    num_tokens: Optional[int]
 
 
 class IntervalMetrics(NamedTuple):

@@ -22,6 +22,7 @@ from allennlp_deepspeed.engine.parameters.weight_changes import (
 )
 from allennlp_deepspeed.engine.process.worker_failure import NotANumberError
 from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
+from allennlp_deepspeed.reports.interval_metrics import OptimizerMetrics
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
@@ -255,10 +256,9 @@ class GradientStep:
                 "learning rate."
             )
 
-    def pop_metrics(self) -> Dict[str, Any]:
+    def pop_metrics(self) -> OptimizerMetrics:
         """
-        Returns the values of `IntervalMetrics` that the optimizer and the engine have. It
-        synchronizes with the device.
+        Returns the metrics since the last call. It synchronizes with the device.
         """
         weights = self._loss_weights
         return {

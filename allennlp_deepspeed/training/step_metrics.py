@@ -16,7 +16,11 @@ from typing_extensions import override
 
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
-from allennlp_deepspeed.reports.interval_metrics import IntervalMetrics, num_instances
+from allennlp_deepspeed.reports.interval_metrics import (
+    IntervalMetrics,
+    OptimizerMetrics,
+    num_instances,
+)
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.progress import Progress
@@ -294,7 +298,7 @@ class StepMetrics:
         if metrics is not None:
             metrics.load()
 
-    def log(self, seconds_per_step: float, of_optimizer: Dict[str, Any]) -> None:
+    def log(self, seconds_per_step: float, optimizer_metrics: OptimizerMetrics) -> None:
         """
         Updates the progress bar and reports. It synchronizes with the device. Every rank must call
         it.
@@ -303,8 +307,8 @@ class StepMetrics:
 
         seconds_per_step : `float`, required.
             The seconds per step of the slowest rank.
-        of_optimizer : `Dict[str, Any]`, required.
-            The values of `GradientStep.pop_metrics`.
+
+        optimizer_metrics : `OptimizerMetrics`, required.
         """
         self._compute_metrics()
         metrics, loss = self._metrics_so_far(), self.losses.pop_mean()
@@ -320,7 +324,7 @@ class StepMetrics:
             num_instances=self._num_instances,
             loss=loss,
             metrics=metrics,
-            **of_optimizer,
+            **optimizer_metrics,
         )
         if self._report is not None:
             self._report.log_interval(interval)

@@ -102,7 +102,11 @@ from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMi
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.step_metrics import StepMetrics
 from allennlp_deepspeed.training.step_status import StepStatus, all_reduce_status
-from allennlp_deepspeed.training.trainer_arguments import TrainerArguments, declares, takes
+from allennlp_deepspeed.training.trainer_arguments import (
+    TrainerArguments,
+    construct_from_fields,
+    declare_parameters,
+)
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 from allennlp_deepspeed.training.validation_loss import ValidationLoss
 
@@ -194,7 +198,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     )
     _should_validate_this_epoch = _progress_property("should_validate_this_epoch")
 
-    @takes(TrainerArguments)
+    @construct_from_fields(TrainerArguments)
     def __init__(self, arguments: TrainerArguments) -> None:
         check_trainer(DeepSpeedTrainer, type(self))
         model, keys = arguments.model, vars(arguments)
@@ -204,7 +208,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         wrapped_model, constructed = construct(arguments, self._extensions.wrap)
         with destroy_on_failure(wrapped_model):
             self._progress = Progress()
-            super().__init__(**constructed.of_allennlp(), ddp_wrapped_model=wrapped_model)
+            super().__init__(**constructed.allennlp_arguments(), ddp_wrapped_model=wrapped_model)
             self._has_trained = False
             self._directories = find_directories(arguments, wrapped_model.config)
             self._metric_tracker = AgreedMetricTracker(
@@ -1211,7 +1215,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @classmethod
     @override
-    @declares(TrainerArguments, GradientDescentTrainer.from_partial_objects)
+    @declare_parameters(TrainerArguments, GradientDescentTrainer.from_partial_objects)
     def from_partial_objects(  # type: ignore[override]
         cls,
         serialization_dir: str,

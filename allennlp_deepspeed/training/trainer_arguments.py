@@ -98,13 +98,15 @@ class TrainerArguments:
         check_values("trainer", TRAINER_KEYS, vars(self), errors)
         errors.raise_any()
 
-    def of_allennlp(self) -> Dict[str, Any]:
+    def allennlp_arguments(self) -> Dict[str, Any]:
         """Returns the arguments of AllenNLP's trainer, by name."""
         own = {*NEW_TRAINER_KEYS, "ddp_accelerator", "no_grad"}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
 
 
-def takes(arguments: Callable[P, T]) -> Callable[..., Callable[Concatenate[Any, P], None]]:
+def construct_from_fields(
+    arguments: Callable[P, T],
+) -> Callable[..., Callable[Concatenate[Any, P], None]]:
     """
     Decorator of a constructor with one argument, a dataclass. Callers pass the dataclass's fields.
     """
@@ -122,7 +124,7 @@ def takes(arguments: Callable[P, T]) -> Callable[..., Callable[Concatenate[Any, 
     return decorate
 
 
-def declares(
+def declare_parameters(
     arguments: Callable[..., Any], overridden: Callable[..., Any]
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """
@@ -144,6 +146,8 @@ def declares(
 
         @functools.wraps(method)
         def construct(cls: Any, *args: Any, **kwargs: Any) -> T:
+            if len(args) > len(positional):
+                raise TypeError(f"{method.__name__}() takes {len(positional)} positional arguments")
             return method(cls, **dict(zip(positional, args)), **kwargs)
 
         named = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters.values()]

@@ -25,7 +25,12 @@ def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path):
             "Decoder",
             "Decoder",
         ),
-        ("dropping_tagger", "All ranks have called the same modules.", "Stack", "MyEncoder"),
+        (
+            "dropping_tagger",
+            "The workers of this node have called the same modules.",
+            "Stack",
+            "MyEncoder",
+        ),
     ],
 )
 def test_modules_that_are_called_unequally_often_are_named(

@@ -105,10 +105,11 @@ def test_each_host_continues_with_its_own_files(train: Callable[[int], Training]
     assert "ranks 2, 3 on host-1 have not. Resuming from" in runs[0].output
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 def test_what_one_host_has_committed_when_the_other_died_is_continued_from(
-    train: Callable[[int], Training],
+    train: Callable[[int], Training], stage: int
 ):
-    training = train(2)
+    training = train(stage)
     # The first commit, so that the other host has no checkpoint at all.
     for directory in training.directories:
         for checkpoint in directory.glob("checkpoint_*"):

@@ -168,9 +168,11 @@ def test_a_layer_that_is_replaced_in_on_start_is_refused_where_it_would_be_saved
     expect_message(message)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_frozen_layer_in_inference_mode(stage: int) -> None:
-    expected, actual = (Side(Inference, vectors, each, 2).train() for each in (None, stage))
+@pytest.mark.parametrize("stage, world_size", [(2, 2), (3, 1), (3, 2)])
+def test_a_frozen_layer_in_inference_mode(stage: int, world_size: int) -> None:
+    expected, actual = (
+        Side(Inference, vectors, each, world_size).train() for each in (None, stage)
+    )
     assert_same_weights(actual, expected)
 
 

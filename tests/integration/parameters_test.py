@@ -272,8 +272,9 @@ def _not_a_number(rank: int) -> List[Dict[str, Any]]:
     return batches
 
 
-def test_a_loss_of_nan_is_what_is_shown_where_there_is_one():
-    side = Side(Layers, _not_a_number, 2, world_size=2)
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 2), (3, 2)])
+def test_a_loss_of_nan_is_what_is_shown_where_there_is_one(stage: int, world_size: int):
+    side = Side(Layers, _not_a_number, stage, world_size)
     (message,) = set(side.on_all_ranks(error_of_training))
     assert "nan loss encountered at step 3 of epoch 1" in message
 

@@ -104,7 +104,7 @@ def _error(trainer: Any) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("stage, world_size", [(0, 2), (3, 1)])
+@pytest.mark.parametrize("stage, world_size", [(0, 2), (2, 1), (3, 1)])
 @pytest.mark.parametrize("trainer_class", [OwnLoop, OwnOptimizer])
 def test_a_step_around_the_engine_is_refused(
     stage: int, world_size: int, trainer_class: Any, expect_message: Callable[[str], None]

@@ -288,17 +288,18 @@ def test_a_change_on_one_rank_is_an_error_on_all(stage: int):
     assert "'online.weight'" in second
 
 
-def test_a_change_on_one_rank_after_the_last_step_is_an_error_on_all_too():
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_change_on_one_rank_after_the_last_step_is_an_error_on_all_too(world_size: int):
     side = Side(
         _target_network,
         _vectors,
         2,
-        world_size=2,
+        world_size=world_size,
         num_epochs=1,
-        callbacks=lambda: [ChangeOutside(_clamp_data, step=6, only_on_rank=1)],
+        callbacks=lambda: [ChangeOutside(_clamp_data, step=6, only_on_rank=world_size - 1)],
     )
-    first, second = side.on_all_ranks(_error_of_training)
-    assert "on another rank" in first and "'online.weight'" in second
+    *others, own = side.on_all_ranks(_error_of_training)
+    assert all("on another rank" in other for other in others) and "'online.weight'" in own
 
 
 @pytest.mark.parametrize("stage", [0])

@@ -111,27 +111,27 @@ def test_runs_of_wandb_have_no_id() -> bool:
     return calls_it and not hasattr(wandb.util, "generate_id")
 
 
-@worked_around_by("distributed_metrics")
+@worked_around_by("metrics.distributed_metrics")
 def test_metrics_refuse_several_workers() -> bool:
     metrics = (Covariance(), PearsonCorrelation(), SpanBasedF1Measure(Vocabulary()))
     return any("currently not supported" in _failure(metric.get_metric) for metric in metrics)
 
 
-@worked_around_by("distributed_metrics")
+@worked_around_by("metrics.distributed_metrics")
 def test_metrics_gather_what_they_have_gathered() -> bool:
     """By their sources, because it takes several workers."""
     sources = [inspect.getsource(metric.__call__) for metric in (Auc, SpearmanCorrelation)]
     return any("dist.all_gather(_" in source for source in sources)
 
 
-@worked_around_by("distributed_metrics")
+@worked_around_by("metrics.distributed_metrics")
 def test_metrics_reduce_what_is_no_count() -> bool:
     """By their sources, because it takes several workers."""
     divides = ") / world_size" in inspect.getsource(BLEU.__call__)
     return divides or "(correct_indices).sum()" in inspect.getsource(AttachmentScores.__call__)
 
 
-@worked_around_by("distributed_metrics")
+@worked_around_by("metrics.distributed_metrics")
 def test_metrics_reduce_the_counts_of_the_last_label() -> bool:
     """By their sources, because it takes several workers."""
     reduces_last = [

@@ -26,9 +26,11 @@ DISAGREEMENT = "Detected a disagreement on list"
 # Added to the name of each worker's error file: its modules, and the record of their calls.
 _MODULES, _CALLS = ".modules", ".calls"
 # The record has integers of eight bytes: the number of forward passes, that of calls of modules in
-# the last one, and the indices of the modules, from the model on, as far as there is place.
+# the last one, the index of the last called module, and those of the called modules, beginning
+# with the model, up to this number of calls.
 _MAX_CALLS = 8192
-_SIZE = 8 * (3 + _MAX_CALLS)  # bytes
+_HEADER = 3
+_SIZE = 8 * (_HEADER + 1 + _MAX_CALLS)  # bytes
 # They aren't called, so that nothing can be gathered for them.
 _CONTAINERS = {"ModuleList", "ModuleDict"}
 
@@ -62,8 +64,13 @@ def record_calls(model: torch.nn.Module) -> Iterator[None]:
     global _record
     error_file = os.environ.get(ERROR_FILE)
     modules = list(_modules(model, [], []))
-    _record = _write([module for _, module in modules], error_file) if error_file else None
-    if _record is None:
+    # The calls of a process's first engine are recorded.
+    if error_file and _record is None:
+        _record = _write([module for _, module in modules], error_file)
+        own = _record
+    else:
+        own = None
+    if own is None:
         yield
         return
     with ExitStack() as stack:
@@ -72,22 +79,27 @@ def record_calls(model: torch.nn.Module) -> Iterator[None]:
             handle = module.register_forward_pre_hook(hook, prepend=True)
             stack.callback(handle.remove)
         yield
+    _record = None
 
 
 def _write(modules: List[_Module], error_file: str) -> Any:
     with suppress(OSError), open(f"{error_file}{_CALLS}", "w+b") as file:
         Path(f"{error_file}{_MODULES}").write_text(json.dumps(modules))
-        file.truncate(_SIZE)
+        # A write to a mapped page that the disk has no place for would end the process.
+        os.posix_fallocate(file.fileno(), 0, _SIZE)
         return memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")
     return None
 
 
 def _record_call(index: int, is_model: bool, *_: Any) -> None:
+    if _record is None:  # a copied module, after the engine
+        return
     number = 0 if is_model else _record[1] + 1
     _record[0] += is_model
     _record[1] = number
+    _record[2] = index
     if number <= _MAX_CALLS:
-        _record[2 + number] = index
+        _record[_HEADER + number] = index
 
 
 def _modules(
@@ -116,18 +128,18 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
         The change to make to the config, or `None` if this node has no records of several ranks.
     """
     records = {rank: calls for rank, path in error_files.items() if (calls := _read(path))}
-    if len(records) < 2:
+    if len(records) < 2 or len({calls[-1].num_passes for calls in records.values()}) > 1:
         return None
     calls = _first_difference(list(records.values()))
     if calls is None:
         return (
-            "All ranks have called the same modules. If layers' outputs are dropped at random, "
-            "ranks may differ in the backward pass: ZeRO stage 3 must then gather the module "
-            'around these layers as one, by its class: write "deepspeed_config": '
+            "The workers of this node have called the same modules. If layers' outputs are dropped "
+            "at random, workers may differ in the backward pass: ZeRO stage 3 must then gather the "
+            'module around these layers as one, by its class: write "deepspeed_config": '
             '{"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["MyEncoder"]}}}, or '
             '"stage": 2.'
         )
-    # What calls a module unequally often is around the modules that were called then.
+    # Their common module calls them unequally often.
     names = calls[0].module.names
     common = os.path.commonprefix([names[:-1], *(call.module.names for call in calls)])
     around = calls[0].module.classes[: len(common) + 1]
@@ -147,24 +159,29 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
 
 
 def _first_difference(records: List[List[_Call]]) -> Optional[List[_Call]]:
-    """Returns a call of each rank: the first that differs, or the last of a rank that has none."""
-    last = [calls[-1] for calls in records]
-    if len({call.num_passes for call in last}) > 1:
-        return last if any(call.module != last[0].module for call in last) else None
+    """
+    Returns a call of each rank in the last forward pass: the first that differs, or the last of a
+    rank that has made fewer. `None` if all calls are the same.
+    """
     for calls in zip_longest(*records):
         if any(call != calls[0] for call in calls):
-            return [call or last_call for call, last_call in zip(calls, last)]
+            return [call or record[-1] for call, record in zip(calls, records)]
     return None
 
 
 def _read(error_file: str) -> List[_Call]:
-    """Returns the calls in the last forward pass, or an empty list if there is no record."""
-    with suppress(OSError, ValueError):
+    """
+    Returns the calls in the last forward pass: the first up to `_MAX_CALLS`, and the last. Without
+    a record or a pass the list is empty.
+    """
+    with suppress(OSError, ValueError, IndexError):
         modules = json.loads(Path(f"{error_file}{_MODULES}").read_text())
         content = memoryview(Path(f"{error_file}{_CALLS}").read_bytes()).cast("q")
-        num_passes, num_calls, *indices = content.tolist()
+        num_passes, num_calls, last, *indices = content.tolist()
+        calls = [*enumerate(indices[: num_calls + 1]), (num_calls, last)]
         return [
             _Call(num_passes, number, _Module(*modules[index]))
-            for number, index in enumerate(indices[: num_calls + 1])
+            for number, index in calls
+            if num_passes > 0
         ]
     return []
