@@ -325,7 +325,7 @@ def _remove_library_frames(described: traceback.TracebackException) -> None:
 
 
 _LIBRARIES = (
-    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[2]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<",  # modules without a file
 )
