@@ -64,29 +64,34 @@ def record_calls(model: torch.nn.Module) -> Iterator[None]:
     global _record
     error_file = os.environ.get(ERROR_FILE)
     modules = list(_modules(model, [], []))
-    # The calls of a process's first engine are recorded.
+    record = None
+    # With several engines the first one's calls are recorded.
     if error_file and _record is None:
-        _record = _write([module for _, module in modules], error_file)
-        own = _record
-    else:
-        own = None
-    if own is None:
+        record = _write([module for _, module in modules], error_file)
+    if record is None:
         yield
         return
+    _record = record
     with ExitStack() as stack:
+        stack.callback(_end_record)
         for index, (module, _) in enumerate(modules):
             hook = partial(_record_call, index, module is model)
             handle = module.register_forward_pre_hook(hook, prepend=True)
             stack.callback(handle.remove)
         yield
+
+
+def _end_record() -> None:
+    global _record
     _record = None
 
 
 def _write(modules: List[_Module], error_file: str) -> Any:
     with suppress(OSError), open(f"{error_file}{_CALLS}", "w+b") as file:
         Path(f"{error_file}{_MODULES}").write_text(json.dumps(modules))
-        # A write to a mapped page that the disk has no place for would end the process.
-        os.posix_fallocate(file.fileno(), 0, _SIZE)
+        # With a full disk, a later write to a page that isn't in the file would end the process.
+        file.write(bytes(_SIZE))
+        file.flush()
         return memoryview(mmap.mmap(file.fileno(), _SIZE)).cast("q")
     return None
 
@@ -125,7 +130,8 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
     # Returns
 
     `Optional[str]`
-        The change to make to the config, or `None` if this node has no records of several ranks.
+        The change to make to the config, or `None` if this node has no records of several ranks in
+        the same forward pass.
     """
     records = {rank: calls for rank, path in error_files.items() if (calls := _read(path))}
     if len(records) < 2 or len({calls[-1].num_passes for calls in records.values()}) > 1:
