@@ -235,7 +235,8 @@ class GradientStep:
 
     def check(self, num_steps: int) -> None:
         """
-        Checks that the last step was applied.
+        Checks that the last step was applied, and left no NaN in the weights. It synchronizes with
+        the device. Must be called before weights are saved.
 
         # Parameters
 
@@ -245,9 +246,10 @@ class GradientStep:
         # Raises
 
         `NotANumberError`
-            If the last step has been skipped.
+            If the last step has been skipped, or where the engine doesn't skip any, if a trainable
+            parameter has a NaN.
         """
-        if self.has_failed:
+        if self.has_failed or (self._engine.optimizer is self._optimizer and self._has_nan()):
             raise NotANumberError(
                 f"NaN or infinite gradients encountered at global step {num_steps}, "
                 "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the "
@@ -255,6 +257,10 @@ class GradientStep:
                 "division at 0. If the gradients are only too large for their norm, lower the "
                 "learning rate."
             )
+
+    def _has_nan(self) -> bool:
+        trainable = [p.detach() for p in self._engine.module.parameters() if p.requires_grad]
+        return bool(torch.nn.utils.get_total_norm(trainable).isnan())
 
     def pop_metrics(self) -> OptimizerMetrics:
         """

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.end_to_end.checkpoint_test import assert_ends_alike
+from tests.end_to_end.export_test import exported
 from tests.fixtures.failures import MESSAGE
 from tests.support.command import allennlp, subprocess_allennlp
 from tests.support.experiment import (
@@ -315,6 +316,25 @@ def test_a_loss_of_nan_ends_with_one_paragraph(
     *_, before, message, log = run.output.splitlines()
     assert before == "" and log.startswith("(Full traceback: ")
     expect_message(message)
+
+
+@pytest.mark.parametrize(
+    "changes, optimizer",
+    [({}, "sgd"), ({"distributed": None, "trainer.cuda_device": -1}, "adam")],
+    ids=["two workers", "one process"],
+)
+def test_a_step_that_leaves_nan_in_the_weights_is_not_saved(
+    tmp_path: Path, changes: Config, optimizer: str
+):
+    nan = {"type": "nan_tagger", "rank": 0, "pass_number": 3, "in_training": True}
+    overrides = {f"model.{key}": value for key, value in nan.items()}
+    overrides["trainer.optimizer"] = {"type": optimizer, "lr": 0.01}
+    config = tagger(0, {**overrides, "trainer.callbacks": [], "model.is_in_gradient": True}, changes)
+    config["trainer"]["checkpointer"] = {"save_every_num_batches": 1}
+    run = train(config, tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.output, run.output[-6000:]
+    weights = exported(Result(tmp_path / "out"), tmp_path / "exported")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_a_validation_loss_of_nan_is_told(tmp_path: Path, expect_message: Callable[[str], None]):
