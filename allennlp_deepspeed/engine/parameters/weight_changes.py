@@ -61,9 +61,10 @@ class WeightChangeDetector:
         self.is_due = True
         """Whether `step` checks the next step, which is to call `compare_before_step`."""
         self._is_first_in_epoch = True
-        # Parameters that this step hasn't released yet, by which it may lose a change.
-        self._releases_parameters = is_partitioned and not engine.zero_quantized_weights()
-        self._unreleased: Dict[Any, str] = {}
+        # A release may lose a change.
+        self._compares_before_release = is_partitioned and not engine.zero_quantized_weights()
+        # Parameters that this step hasn't compared yet.
+        self._uncompared: Dict[Any, str] = {}
         # Whether each parameter differed, on the device until the next synchronization.
         self._differences: List[Tuple[str, torch.Tensor]] = []
         # The first parameter with a detected change.
@@ -103,26 +104,31 @@ class WeightChangeDetector:
             yield
             return
         self.check()
-        if not self._releases_parameters:
+        self._uncompared = {parameter: name for name, parameter in self._named_parameters}
+        if not self._compares_before_release:
             yield
             return
-        self._unreleased = {parameter: name for name, parameter in self._named_parameters}
         with call_before_release(self._compare_before_release):
             yield
 
     def _compare_before_release(self, parameter: Any) -> None:
-        name = self._unreleased.pop(parameter, None)
+        name = self._uncompared.pop(parameter, None)
         if name is not None:
             self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
 
     def compare_before_step(self) -> None:
-        """Compares weights before the optimizer step, without synchronizing with the device."""
-        self._compare(includes_offloaded=self._is_first_in_epoch)
+        """
+        Compares the weights that the passes haven't compared. Must be called before the optimizer
+        step. It doesn't synchronize with the device.
+        """
+        for parameter, name in self._uncompared.items():
+            self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
+        self._uncompared = {}
         self.is_due, self._is_first_in_epoch = self.is_due_each_step, False
 
-    def _compare(self, includes_offloaded: bool) -> None:
+    def _compare_all(self) -> None:
         for name, parameter in self._named_parameters:
-            self._compare_parameter(name, parameter, includes_offloaded)
+            self._compare_parameter(name, parameter, includes_offloaded=True)
 
     def _compare_parameter(self, name: str, parameter: Any, includes_offloaded: bool) -> None:
         fragment = self._fragments.get(parameter)
@@ -158,7 +164,7 @@ class WeightChangeDetector:
 
     def warn_if_changed(self) -> None:
         """Warns of changes when there is no next step that would undo them."""
-        self._compare(includes_offloaded=True)
+        self._compare_all()
         if self.has_detected():
             logger.warning(
                 "The parameter '%s' was changed outside the optimizer after training, and the "
@@ -177,7 +183,7 @@ class WeightChangeDetector:
         `RuntimeError`
             On every rank, if any has detected a change.
         """
-        self._compare(includes_offloaded=True)
+        self._compare_all()
         if collectives.all_reduce_any(self.has_detected(), self._device):
             self.raise_error()
 
