@@ -329,7 +329,9 @@ def test_a_step_that_leaves_nan_in_the_weights_is_not_saved(
     nan = {"type": "nan_tagger", "rank": 0, "pass_number": 3, "in_training": True}
     overrides = {f"model.{key}": value for key, value in nan.items()}
     overrides["trainer.optimizer"] = {"type": optimizer, "lr": 0.01}
-    config = tagger(0, {**overrides, "trainer.callbacks": [], "model.is_in_gradient": True}, changes)
+    config = tagger(
+        0, {**overrides, "trainer.callbacks": [], "model.is_in_gradient": True}, changes
+    )
     config["trainer"]["checkpointer"] = {"save_every_num_batches": 1}
     run = train(config, tmp_path)
     assert run.returncode == 1 and "Traceback" not in run.output, run.output[-6000:]
