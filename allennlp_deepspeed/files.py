@@ -1,6 +1,6 @@
 """
-Implements all file operations of checkpoints, except DeepSpeed's writes into an unfinished
-checkpoint. After a crash, the disk has the results of a prefix of these operations.
+Implements all file operations of checkpoints. After a crash, the disk has the results of a prefix
+of these operations. Only `rename` is atomic.
 
 A directory may be someone else's: no operation writes through a link that is in it.
 """

@@ -661,5 +661,6 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     now = before * trainer_state["instances_per_step"] // instances_per_step
     progress["batches_in_epoch_completed"] = now
     if now != before:
+        # Read by `Progress`, and by `FastForward` if the checkpoint was saved in a validation.
         progress["is_converted"] = True
         trainer_state["replay"].pop("train_metrics", None)  # some steps may be trained again

@@ -17,7 +17,7 @@ from allennlp_deepspeed.reports.run_report import RunReport
 class EpochMetricsCallback(TrainerCallback):
     """
     Stores the metrics of the last epoch, which AllenNLP's checkpoints lack, for a run that resumes
-    at its end. Not registered: each `DeepSpeedTrainer` has one.
+    at its end, and calls `check_epoch`. Not registered: each `DeepSpeedTrainer` has one.
     """
 
     def __init__(self, serialization_dir: str) -> None:

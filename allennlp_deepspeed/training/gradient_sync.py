@@ -38,10 +38,11 @@ class GradientSynchronizer:
     gradient accumulation boundary, so that short groups of micro-batches and groups of different
     lengths end where the trainer decides and not where the engine has counted to.
 
-    Deferred gradients are accumulated locally: they stay unsharded on their parameters, and each
-    backward pass adds to them. The next pass that may reduce launches their reduction during the
-    pass, so that they overlap if `overlap_comm` is on. Gradients of parameters that this pass
-    doesn't use are reduced after it.
+    Deferred gradients are accumulated locally and unsharded: on their parameters, where the next
+    pass that may reduce launches their reduction while it runs, so that they overlap if
+    `overlap_comm` is on; or in `GradientAccumulator`, if DeepSpeed accumulates in another type,
+    from which they are reduced after the pass. So are those of parameters that the pass doesn't
+    use.
 
     DeepSpeed itself reduces gradients in the order in which they are computed, and fills its
     buckets in that order. It may differ between ranks: an LSTM's depends on whether all sequences
@@ -284,12 +285,12 @@ class GradientSynchronizer:
             self._accumulators.move_to_gradients()
         state, is_reduced = self._state, set(self._reducer.reduced)
         needs_all = state.waits_for_all or (self._reducer.is_offloaded and state.is_last)
-        has_gradient = map(self._reducer.has_gradient, self._parameters)
         if state.usage is Usage.UNKNOWN:
-            self._used_checksum = zlib.crc32(bytes(has_gradient), self._used_checksum)
+            used = bytes(map(self._reducer.has_gradient, self._parameters))
+            self._used_checksum = zlib.crc32(used, self._used_checksum)
         # Checked where it isn't certain only: each costs two calls.
         if not (state.has_gradients or is_reduced or needs_all):
-            state.has_gradients = any(has_gradient)
+            state.has_gradients = any(map(self._reducer.has_gradient, self._parameters))
         else:
             state.has_gradients = True
         if state.is_last and not state.has_gradients:

@@ -56,7 +56,7 @@ class Progress:
 
     @property
     def is_fast_forwarding(self) -> bool:
-        """Returns whether the checkpoint that training resumes from includes the next step."""
+        """Returns whether the resume point isn't reached, so that the next step is skipped."""
         return self.point < self.resume_point
 
     @property

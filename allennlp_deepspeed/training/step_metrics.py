@@ -69,7 +69,7 @@ _LAZY_METHODS = (
 )
 
 
-class LoggingInterval:
+class SynchronizationInterval:
     """
     Schedule of the optimizer steps after which the host reads the losses, for which it synchronizes
     with the device, and the ranks agree on what each may know alone: a NaN, a signal, the time. The
@@ -216,7 +216,7 @@ class StepMetrics:
         self._progress = progress
         self.callbacks_read_metrics = callbacks_read_metrics
         self._losses_are_shares = divides_batches or averages_over_tokens(model)
-        self.logging_interval = LoggingInterval(num_steps)
+        self.synchronization_interval = SynchronizationInterval(num_steps)
         self.losses = RunningLoss(divides_batches)
         self._report = report
         self._num_instances = 0
@@ -229,7 +229,7 @@ class StepMetrics:
         self._metrics_step = -1
 
     def start_epoch(self) -> None:
-        """Starts an epoch. Must be called before the model is restored from a checkpoint."""
+        """Starts an epoch. Must be called before `FastForward` restores its losses."""
         self._memory = _peak_memory()
         self.losses.start_epoch(self._model.get_regularization_penalty() is not None)
 
@@ -248,7 +248,7 @@ class StepMetrics:
         `tqdm.tqdm`
             A progress bar, as AllenNLP's, to be entered and updated after each step.
         """
-        self.logging_interval.start_epoch()
+        self.synchronization_interval.start_epoch()
         if shows_progress and self._report is not None:
             self._progress_bar = self._report.progress_bar(num_steps)
             if self._progress_bar is not None:
@@ -317,7 +317,7 @@ class StepMetrics:
         self._progress_bar.set_description(
             training_util.description_from_metrics(metrics), refresh=False
         )
-        num_steps = self.logging_interval.num_steps_since_log
+        num_steps = self.synchronization_interval.num_steps_since_log
         interval = IntervalMetrics(
             num_steps=num_steps,
             seconds=num_steps * seconds_per_step,
@@ -329,7 +329,7 @@ class StepMetrics:
         if self._report is not None:
             self._report.log_interval(interval)
         self._num_instances = 0
-        self.logging_interval.start_next(seconds_per_step)
+        self.synchronization_interval.start_next(seconds_per_step)
 
     def epoch_metrics(self) -> Dict[str, float]:
         """
@@ -385,7 +385,7 @@ class StepMetrics:
             return
         before = {}
         if self._metrics_step < 0 and not (
-            self.callbacks_read_metrics or self.logging_interval.is_every_step
+            self.callbacks_read_metrics or self.synchronization_interval.is_every_step
         ):
             before = _numeric_attributes(self._model)
         self._distributed_metrics.all_reduce()

@@ -30,7 +30,7 @@ class Usage(Enum):
     """Whether all ranks use the same parameters in a step."""
 
     SAME = auto()
-    """They do: a backward pass may reduce while it runs."""
+    """They do, or are assumed to without a comparison: a backward pass may reduce while it runs."""
     UNKNOWN = auto()
     """They compare after the first step, which waits for all gradients."""
     DIFFERENT = auto()
@@ -57,7 +57,7 @@ class SyncPhase:
         self.is_last = True
         """Whether the micro-batch is the last of the step."""
         self.has_gradients = False
-        """Whether any micro-batch of the step had a gradient on this rank."""
+        """Whether the step has a gradient on this rank, or zeros in the place of one."""
         self.has_reduced = False
         """Whether an earlier micro-batch of the step has reduced gradients."""
         self._accumulates_apart = accumulates_apart

@@ -290,7 +290,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._validation_data_loader,
             self.cuda_device,
             shows_progress=self._primary,
-            raise_if_interrupted=self._raise_if_interrupted,
+            raise_if_interrupted=self._agree_on_interruption,
         )
         checkpointer = self._checkpointer
         return FastForward(
@@ -405,7 +405,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self.session(), self._interruption:
             self._has_trained = True
             metrics = super().train()
-            self._raise_if_interrupted("after the last epoch", may_save=False)
+            self._agree_on_interruption("after the last epoch", may_save=False)
             return metrics
 
     @override
@@ -555,7 +555,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         with self._step_metrics.progress_bar(groups.expected_length, self._primary) as progress_bar:
             for group in groups:
                 if self._progress.is_fast_forwarding:
-                    self._raise_if_interrupted("while fast-forwarding to the checkpoint")
+                    self._agree_on_interruption("while fast-forwarding to the checkpoint")
                     self._fast_forward.skip_step()
                 else:
                     self._train_step(group, epoch)
@@ -563,8 +563,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._progress.has_dropped_batches |= warns and groups.has_dropped
 
             self._step_metrics.finish_batch_metrics()
-            if self._step_metrics.logging_interval.num_steps_since_log > 0:
-                self._raise_if_signaled(self._synchronize(epoch))
+            if self._step_metrics.synchronization_interval.num_steps_since_log > 0:
+                self._stop_if_signaled(self._synchronize(epoch))
         self._fast_forward.finish_steps()
         self._weight_change_detector.raise_if_changed()
         return self._fast_forward.finish_epoch(self._step_metrics.epoch_metrics())
@@ -572,6 +572,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
         micro_batches, num_accumulation_steps, num_dummy_batches = self._extensions.divide(group)
+        # Of a `ContrastiveModel`, whose loss is about the batches of all ranks.
         if getattr(self.model, "has_loss_of_all_ranks", False):
             num_accumulation_steps = len(micro_batches)
         self._step_metrics.start_step(num_accumulation_steps, group.micro_batches)
@@ -595,8 +596,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         is_step_to_save = checkpointer is not None and checkpointer.is_step_to_save(*point)
         status = None
         # NaN weights must not be saved.
-        is_step_to_log = self._step_metrics.logging_interval.finish_step()
-        if is_step_to_log or is_step_to_save or self._gradient_step.has_failed:
+        is_step_to_synchronize = self._step_metrics.synchronization_interval.finish_step()
+        if is_step_to_synchronize or is_step_to_save or self._gradient_step.has_failed:
             status = self._synchronize(epoch)
         self._call_on_batch(micro_batches, outputs, grad_norm, epoch)
         if checkpointer is not None:
@@ -604,7 +605,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 checkpointer.is_time = True
             checkpointer.maybe_save_checkpoint(self, *point)
         if status is not None:
-            self._raise_if_signaled(status)
+            self._stop_if_signaled(status)
 
     @phases.mark_phase(phases.CALLBACKS)
     def _call_on_batch(
@@ -633,7 +634,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     @override
     def batch_outputs(self, batch: TensorDict, for_training: bool) -> Dict[str, torch.Tensor]:
         if not for_training:
-            self._raise_if_interrupted(
+            self._agree_on_interruption(
                 f"during the validation of epoch {self._progress.epochs_completed + 1}"
             )
             self._extensions.receive_micro_batches([batch])
@@ -674,11 +675,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             If a subclass has run forward for training, and the engine has made no step.
         """
         num_passes, self._progress.num_forward_passes = self._progress.num_forward_passes, 0
-        num_steps, self._num_steps_before_epoch = (
-            self._num_steps_before_epoch,
-            self.engine.global_steps,
-        )
-        if num_passes > 0 and num_steps == self.engine.global_steps:
+        has_stepped = self.engine.global_steps > self._num_steps_before_epoch
+        self._num_steps_before_epoch = self.engine.global_steps
+        if num_passes > 0 and not has_stepped:
             raise RuntimeError(
                 f"The model was called with {num_passes} batches of this epoch, but the engine "
                 f"made no step. {loss_scaling.HOW_TO_STEP}"
@@ -733,7 +732,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             ranks called metrics that communicate in different orders.
         """
         callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
-        interval, losses = self._step_metrics.logging_interval, self._step_metrics.losses
+        interval, losses = self._step_metrics.synchronization_interval, self._step_metrics.losses
         own_steps_since_nan = losses.pop_steps_since_nan()
         status = all_reduce_status(
             self.cuda_device,
@@ -770,7 +769,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_metrics())
         return status
 
-    def _raise_if_signaled(self, status: StepStatus) -> None:
+    def _stop_if_signaled(self, status: StepStatus) -> None:
         """
         Raises if the ranks have agreed on a signal, after saving a checkpoint. Every rank must call
         it, when the step is complete.
@@ -778,21 +777,23 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if not status.signal_number:
             return
         checkpointer = self._checkpointer if status.signal_number == signal.SIGTERM else None
-        error = self._interrupted(status.signal_number, self._progress.describe())
+        error = self._announce_interruption(status.signal_number, self._progress.describe())
         if checkpointer is not None:
             checkpointer.maybe_save_on_preemption(self, *self._progress.point)
         raise error
 
-    def _raise_if_interrupted(self, where: str, may_save: bool = True) -> None:
+    def _agree_on_interruption(self, where: str, may_save: bool = True) -> None:
         """
         Raises if any rank has received a signal. Every rank must call it where the host
         synchronizes anyway; after a step the ranks have agreed already.
         """
         signal_number = self._interruption.agree(self.cuda_device)
         if signal_number:
-            raise self._interrupted(signal_number, where, may_save)
+            raise self._announce_interruption(signal_number, where, may_save)
 
-    def _interrupted(self, signal_number: int, where: str, may_save: bool = True) -> BaseException:
+    def _announce_interruption(
+        self, signal_number: int, where: str, may_save: bool = True
+    ) -> BaseException:
         """
         Announces an interruption, and returns the exception to raise. `may_save` is whether
         `maybe_save_on_preemption` follows.

@@ -46,7 +46,7 @@ class ValidationHistory:
         self._data_loader = data_loader
         self._device = device
         self._shows_progress = shows_progress
-        self._raise_if_interrupted = raise_if_interrupted
+        self._agree_on_interruption = raise_if_interrupted
         self._epochs: List[int] = []
         self._starts: List[Dict[str, Any]] = []
 
@@ -75,7 +75,7 @@ class ValidationHistory:
             # The same ranks stop at the same batch as in AllenNLP's loop.
             if collectives.all_reduce_any(False, self._device):
                 return
-            self._raise_if_interrupted("while fast-forwarding to the checkpoint")
+            self._agree_on_interruption("while fast-forwarding to the checkpoint")
         collectives.all_reduce_any(True, self._device)
 
     def state_dict(self) -> Dict[str, Any]:

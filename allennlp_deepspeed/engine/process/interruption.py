@@ -1,6 +1,6 @@
 """
 Handles SIGTERM and Ctrl-C during training: signals are recorded, and the ranks stop where all of
-them agree to, in `_raise_if_signaled` and `_raise_if_interrupted` of `training/trainer.py`.
+them agree to, in `_stop_if_signaled` and `_agree_on_interruption` of `training/trainer.py`.
 """
 
 import logging

@@ -82,7 +82,8 @@ class Failure:
     is_agreed : `bool`, optional (default = `False`)
         Whether every rank exits at the same step, because of a signal.
     is_consequence : `bool`, optional (default = `False`)
-        Whether another rank has failed earlier.
+        Whether the rank that reports it failed because of another one. If that one has reported its
+        failure, the other values are of that failure.
     is_of_all_ranks : `bool`, optional (default = `False`)
         Whether every rank raises it, and its message is for the user, without a traceback.
     """

@@ -2,11 +2,11 @@
 
 import pytest
 
-from allennlp_deepspeed.training.step_metrics import LoggingInterval
+from allennlp_deepspeed.training.step_metrics import SynchronizationInterval
 
 
 def test_a_fixed_interval_logs_after_that_number_of_steps() -> None:
-    interval = LoggingInterval(3)
+    interval = SynchronizationInterval(3)
     assert [interval.finish_step() for _ in range(3)] == [False, False, True]
     interval.start_next(seconds_per_step=100.0)
     assert [interval.finish_step() for _ in range(3)] == [False, False, True]
@@ -14,7 +14,7 @@ def test_a_fixed_interval_logs_after_that_number_of_steps() -> None:
 
 @pytest.mark.parametrize("seconds_per_step, num_steps", [(2.0, 1), (0.25, 4)])
 def test_the_default_interval_is_about_a_second(seconds_per_step: float, num_steps: int) -> None:
-    interval = LoggingInterval()
+    interval = SynchronizationInterval()
     assert interval.finish_step()  # to know how long a step takes
     interval.start_next(seconds_per_step)
     assert [interval.finish_step() for _ in range(num_steps)] == [False] * (num_steps - 1) + [True]
