@@ -290,7 +290,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._validation_data_loader,
             self.cuda_device,
             shows_progress=self._primary,
-            raise_if_interrupted=self._agree_on_interruption,
+            agree_on_interruption=self._agree_on_interruption,
         )
         checkpointer = self._checkpointer
         return FastForward(

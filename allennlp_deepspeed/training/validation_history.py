@@ -30,7 +30,7 @@ class ValidationHistory:
     shows_progress : `bool`, required.
         Whether AllenNLP's loop shows a progress bar on this rank, which reads the length of the
         loader.
-    raise_if_interrupted : `Callable[[str], None]`, required.
+    agree_on_interruption : `Callable[[str], None]`, required.
         Called between batches, with a description of the current phase.
     """
 
@@ -40,13 +40,13 @@ class ValidationHistory:
         data_loader: Optional[Any],
         device: torch.device,
         shows_progress: bool,
-        raise_if_interrupted: Callable[[str], None],
+        agree_on_interruption: Callable[[str], None],
     ) -> None:
         self._progress = progress
         self._data_loader = data_loader
         self._device = device
         self._shows_progress = shows_progress
-        self._agree_on_interruption = raise_if_interrupted
+        self._agree_on_interruption = agree_on_interruption
         self._epochs: List[int] = []
         self._starts: List[Dict[str, Any]] = []
 
