@@ -25,8 +25,8 @@ with quiet_import("DeepSpeed", "torch"), contextlib.redirect_stdout(sys.stderr):
     import torch.utils.cpp_extension  # noqa: F401  # DeepSpeed imports it later
 
 from allennlp_deepspeed import (
+    allennlp_patches,
     attention,
-    compat,
     contrastive,
     language_modeling,
 )
@@ -35,7 +35,7 @@ from allennlp_deepspeed.commands import DeepSpeed
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.engine.lifecycle.activation_checkpointing import DeepSpeedCheckpointWrapper
 from allennlp_deepspeed.engine.process.sequence_groups import reading_by_groups
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from allennlp_deepspeed.lora import LoraEmbedder
 from allennlp_deepspeed.metrics import distributed_metrics
 from allennlp_deepspeed.reports.profiler_callback import ProfilerCallback
@@ -57,7 +57,7 @@ __all__ = [
     "reading_by_groups",
 ]
 
-compat.apply()
+allennlp_patches.apply()
 silence_plugin()
 distributed_metrics.apply()
-preflight.install()
+train_command.install()

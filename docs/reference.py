@@ -1,5 +1,5 @@
 """
-Writes `reference.md` from the declarations in `allennlp_deepspeed/config/own_keys.py` and the
+Writes `reference.md` from the declarations in `allennlp_deepspeed/config/declared_keys.py` and the
 docstrings of language models. `make reference` runs it, and a test compares.
 """
 
@@ -11,8 +11,12 @@ from typing import Any, Dict, List
 
 from pydantic import TypeAdapter
 
-from allennlp_deepspeed.config.keys import Key
-from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS, DISTRIBUTED_KEYS, TRAINER_KEYS
+from allennlp_deepspeed.config.declared_keys import (
+    CHECKPOINTER_KEYS,
+    DISTRIBUTED_KEYS,
+    TRAINER_KEYS,
+)
+from allennlp_deepspeed.config.key_declaration import Key
 from allennlp_deepspeed.language_modeling import (
     CausalLM,
     CausalLMPredictor,

@@ -9,8 +9,8 @@ from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import frozen_parameters, serialization
 from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.engine.parameters import weights
-from allennlp_deepspeed.frozen_weights import RECORDS_KEY, FrozenRecord
+from allennlp_deepspeed.engine.parameters import full_parameters
+from allennlp_deepspeed.frozen_records import RECORDS_KEY, FrozenRecord
 
 
 class BestWeights:
@@ -65,7 +65,7 @@ class BestWeights:
             state_dict.pop(RECORDS_KEY, None)
         engine = self._wrapped_model.engine
         excluded = frozen_parameters.archived_elsewhere(engine.module)
-        weights.load_full_state_dict(engine, state_dict, excluded)
+        full_parameters.load_full_state_dict(engine, state_dict, excluded)
 
     def link_into(self, checkpoint: str, excluded: Collection[str]) -> None:
         """
@@ -155,7 +155,7 @@ class BestWeights:
         """
         engine = self._wrapped_model.engine
         excluded = frozen_parameters.archived_elsewhere(engine.module)
-        state_dict = weights.full_state_dict(
+        state_dict = full_parameters.full_state_dict(
             engine, self._is_primary, self._wrapped_model.mapping_directory, excluded
         )
         records = self.frozen_records() if excluded else {}

@@ -19,8 +19,8 @@ from allennlp_deepspeed import versions
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint import (
     frozen_parameters,
+    load_time_resharding,
     parameter_order,
-    resharding,
     serialization,
     sharded_reader,
     vocabulary_files,
@@ -42,15 +42,15 @@ from allennlp_deepspeed.checkpoint.selection import (
 )
 from allennlp_deepspeed.checkpoint.trainer_protocol import TrainerProtocol, overridden
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.keys import check_values
-from allennlp_deepspeed.config.own_keys import CHECKPOINTER_KEYS
+from allennlp_deepspeed.config.declared_keys import CHECKPOINTER_KEYS
+from allennlp_deepspeed.config.key_declaration import check_values
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.lifecycle import phases
-from allennlp_deepspeed.engine.optimizers.offloaded_optimizers import adapt_loaded_states
+from allennlp_deepspeed.engine.optimizers.cpu_counterparts import adapt_loaded_states
 from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.frozen_weights import check_same
+from allennlp_deepspeed.frozen_records import check_same
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class DeepSpeedCheckpointer(Checkpointer):
 
     serialization_dir : `Union[str, os.PathLike]`, required.
 
-    All other parameters are [`CHECKPOINTER_KEYS`](../config/own_keys.py).
+    All other parameters are [`CHECKPOINTER_KEYS`](../config/declared_keys.py).
     """
 
     default_implementation = "deepspeed"
@@ -532,7 +532,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         parameter_order.check_groups(path, saved, current)
         if saved != current or record.world_size != dist.get_world_size():
             parameter_order.refuse_tensors(path, trainer_state)
-        if resharding.is_needed(record, dist.get_world_size()):
+        if load_time_resharding.is_needed(record, dist.get_world_size()):
             announce(
                 logger,
                 "Resharding checkpoint from world size %d to %d",
@@ -571,9 +571,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         average: Dict[str, Any],
     ) -> None:
         """Loads a checkpoint of other shards, with this rank's shard of the moving averages."""
-        resharding.load(engine, checkpoint, record.frozen)
+        load_time_resharding.load(engine, checkpoint, record.frozen)
         if checkpoint.has_moving_average:
-            average["shadows"] = resharding.read_shadows(engine, checkpoint)
+            average["shadows"] = load_time_resharding.read_shadows(engine, checkpoint)
 
     @property
     def _last_save(self) -> PointInTime:

@@ -13,8 +13,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
-from allennlp_deepspeed.config.values import is_count
-from allennlp_deepspeed.frozen_weights import FrozenRecord
+from allennlp_deepspeed.config.json_types import is_count
+from allennlp_deepspeed.frozen_records import FrozenRecord
 
 RECORD_NAME = "commit.json"
 FORMAT_VERSION = 3

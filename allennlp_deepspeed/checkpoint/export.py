@@ -17,7 +17,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, archive_model
 
-from allennlp_deepspeed import files, frozen_weights, lora
+from allennlp_deepspeed import files, frozen_records, lora
 from allennlp_deepspeed.checkpoint import frozen_parameters
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.offline import (
@@ -142,7 +142,7 @@ def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -
     if not record.frozen:
         return state_dict
     model = frozen_parameters.construct_model(serialization_dir)
-    return frozen_weights.add_frozen_parameters(state_dict, model, record.frozen, checkpoint)
+    return frozen_records.add_frozen_parameters(state_dict, model, record.frozen, checkpoint)
 
 
 def _check_model(params: Params, serialization_dir: str, state_dict: Dict[str, Any]) -> None:

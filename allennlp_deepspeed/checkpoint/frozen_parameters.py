@@ -15,10 +15,10 @@ from allennlp.models import Model
 
 from allennlp_deepspeed.checkpoint.saved_config import read_config
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, zero
-from allennlp_deepspeed.engine.parameters import weights
+from allennlp_deepspeed.engine.parameters import full_parameters
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.frozen_weights import FrozenRecord
+from allennlp_deepspeed.frozen_records import FrozenRecord
 
 
 def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
@@ -44,7 +44,7 @@ def fingerprints(model: torch.nn.Module) -> Dict[str, int]:
     """Returns a hash of this rank's elements of each frozen parameter, by its first name."""
     with access_allowed():
         return {
-            name: weights.fingerprint(parameter)
+            name: full_parameters.fingerprint(parameter)
             for name, parameter in model.named_parameters()
             if not parameter.requires_grad
         }

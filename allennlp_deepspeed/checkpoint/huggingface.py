@@ -14,7 +14,7 @@ from allennlp.models import Model
 from allennlp.models.archival import extracted_archive, get_weights_path
 from transformers import PreTrainedTokenizerBase
 
-from allennlp_deepspeed import files, frozen_weights, lora
+from allennlp_deepspeed import files, frozen_records, lora
 from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
     warn_of_dense_attention,
 )
@@ -216,12 +216,12 @@ def _model(trained: _TrainedModel) -> Model:
     state_dict = trained.state_dict
     if trained.record is not None and trained.record.frozen:
         model = frozen_parameters.construct_model(trained.serialization_dir)
-        state_dict = frozen_weights.add_frozen_parameters(
+        state_dict = frozen_records.add_frozen_parameters(
             state_dict, model, trained.record.frozen, trained.checkpoint
         )
-    elif frozen_weights.RECORDS_KEY in state_dict:
+    elif frozen_records.RECORDS_KEY in state_dict:
         model = frozen_parameters.construct_model(trained.serialization_dir)
-        state_dict = frozen_weights.complete(state_dict, model)
+        state_dict = frozen_records.complete(state_dict, model)
     else:
         params = read_config(trained.serialization_dir)
         vocabulary = frozen_parameters.load_vocabulary(trained.serialization_dir, params)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
-from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.checkpoint.shared_directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
-from allennlp_deepspeed.config.values import is_count
+from allennlp_deepspeed.config.json_types import is_count
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.shards import Shards, full_shape
 from allennlp_deepspeed.engine.process import collectives

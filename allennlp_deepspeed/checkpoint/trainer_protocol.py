@@ -7,7 +7,7 @@ from allennlp.training.trainer import TrainerCheckpoint
 from typing_extensions import override
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
-from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.checkpoint.shared_directories import Directories
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 
 TRAINING_STATE_VERSION = 6

@@ -14,9 +14,9 @@ from allennlp_deepspeed.commands.trial import Trial
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.config.unset_values import configured_value
-from allennlp_deepspeed.launch import failures
+from allennlp_deepspeed.launch import error_messages
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, settings_of
-from allennlp_deepspeed.launch.preflight import fill_derived_keys, normalize_trainer
+from allennlp_deepspeed.launch.train_command import fill_derived_keys, normalize_trainer
 
 # The modules that log the sources of values that the file leaves unset.
 _RESOLUTION = "allennlp_deepspeed.config"
@@ -50,7 +50,7 @@ class Check:
 
     def run(self, args: argparse.Namespace) -> None:
         with only_warnings():
-            params = failures.read(args.param_path, args.overrides)
+            params = error_messages.read(args.param_path, args.overrides)
             normalize_trainer(params)
             fill_derived_keys(params)
             check(params)

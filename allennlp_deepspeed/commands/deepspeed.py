@@ -12,7 +12,7 @@ from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
 from allennlp_deepspeed.commands.gather import Gather
 from allennlp_deepspeed.commands.report import Report
-from allennlp_deepspeed.launch import failures
+from allennlp_deepspeed.launch import error_messages
 from allennlp_deepspeed.versions import own_version
 
 
@@ -62,7 +62,7 @@ def _run(run: Callable[[Any], None], args: argparse.Namespace) -> None:
     try:
         run(args)
     except Exception as error:
-        message = failures.config_error_message(error)
+        message = error_messages.config_error_message(error)
         if message is None and isinstance(error, OSError):
             message = str(error)
         if message is None:

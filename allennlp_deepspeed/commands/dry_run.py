@@ -30,9 +30,9 @@ from allennlp.training.util import make_vocab_from_params
 from typing_extensions import override
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.settings import registered_name
-from allennlp_deepspeed.config.values import as_json
-from allennlp_deepspeed.launch import construction_errors, failures
+from allennlp_deepspeed.launch import construction_errors, error_messages
 from allennlp_deepspeed.launch.config_check import has_known_train_loop
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.training.construction import freeze
@@ -249,11 +249,11 @@ class DryRun:
             try:
                 yield
             except Exception as error:
-                if isinstance(error, failures.WRONG_PATHS) and data_key:
+                if isinstance(error, error_messages.WRONG_PATHS) and data_key:
                     path = self._config[data_key]
-                    self._errors.add(failures.describe_wrong_path(error, data_key, path))
+                    self._errors.add(error_messages.describe_wrong_path(error, data_key, path))
                     return
-                if failures.is_raised_in_reading(error):
+                if error_messages.is_raised_in_reading(error):
                     where = f"'{data_key}', {counted[-1]}" if counted else f"'{data_key}'"
                     self._errors.add(f"{where}: {construction_errors.shortened(error)}")
                     return

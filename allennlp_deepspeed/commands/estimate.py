@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from allennlp_deepspeed.commands.memory_estimate import Estimate, Estimator, PlacementEstimate
-from allennlp_deepspeed.launch import failures
+from allennlp_deepspeed.launch import error_messages
 
 _WIDTH = 130  # characters, if the output isn't a terminal
 
@@ -74,7 +74,9 @@ class EstimateMemory:
 
     def run(self, args: argparse.Namespace) -> None:
         with only_warnings():
-            estimator = Estimator(failures.read(args.param_path, args.overrides), args.workers)
+            estimator = Estimator(
+                error_messages.read(args.param_path, args.overrides), args.workers
+            )
             estimate = estimator.estimate(
                 gpu_memory=args.gpu_memory or _gpu_memory(),
                 cpu_memory=args.cpu_memory or psutil.virtual_memory().total,

@@ -15,20 +15,20 @@ from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import fill_batch_size
+from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.values import as_json
-from allennlp_deepspeed.engine.lifecycle.model_states import (
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
     ModelSize,
     ModelStates,
     elements_of_modules,
     model_states,
     optimizer_bytes,
 )
-from allennlp_deepspeed.engine.optimizers.offloaded_optimizers import registered_class
+from allennlp_deepspeed.engine.optimizers.cpu_counterparts import registered_class
 from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer
 from allennlp_deepspeed.engine.parameters.model_check import check_model
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.training.construction import freeze
 from allennlp_deepspeed.training.reduction_schedule import STEP
@@ -170,8 +170,8 @@ class Estimator:
         self, params: Params, workers: Optional[int] = None, model: Optional[Model] = None
     ) -> None:
         params = params.duplicate()
-        preflight.normalize_trainer(params)
-        preflight.check(params, on_this_machine=False)
+        train_command.normalize_trainer(params)
+        train_command.check(params, on_this_machine=False)
         config = params.as_dict(quiet=True)
         config["trainer"] = self._trainer = config.get("trainer") or {}
         if not isinstance(self._trainer, dict):
@@ -338,7 +338,7 @@ def _settings(
     config: Dict[str, Any], deepspeed_config: DeepSpeedConfig, workers: Optional[int]
 ) -> TrainerSettings:
     """Returns the settings of a training on GPUs, even if the config names none."""
-    world_size = len(preflight.worker_devices(config)) if workers is None else workers
+    world_size = len(train_command.worker_devices(config)) if workers is None else workers
     num_nodes = (config.get("distributed") or {}).get("num_nodes", 1)
     settings = TrainerSettings.from_config(
         config,
@@ -358,7 +358,7 @@ def _requests_cpu(config: Dict[str, Any]) -> bool:
     """Returns whether the config places its workers on the CPU, on any machine."""
     if config.get("distributed") is None:
         return config["trainer"].get("cuda_device") == -1
-    return all(device < 0 for device in preflight.worker_devices(config))
+    return all(device < 0 for device in train_command.worker_devices(config))
 
 
 def _config_with(config: Dict[str, Any], placement: Placement) -> Dict[str, Any]:

@@ -28,9 +28,9 @@ from typing_extensions import override
 
 import allennlp_deepspeed
 from allennlp_deepspeed.commands.estimate import only_warnings
-from allennlp_deepspeed.engine.lifecycle.model_states import ModelStates
-from allennlp_deepspeed.launch import failures
-from allennlp_deepspeed.launch.preflight import worker_devices
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import ModelStates
+from allennlp_deepspeed.launch import error_messages
+from allennlp_deepspeed.launch.train_command import worker_devices
 from allennlp_deepspeed.training.trainer import HOW_TO_CONTINUE
 from allennlp_deepspeed_import_hook import temporary_directory
 
@@ -215,7 +215,7 @@ class Trial:
                 )
         except Exception as error:
             stage = "resumption" if recover else _stage(_read(path))
-            reason = _in_a_line(failures.explanation(error))
+            reason = _in_a_line(error_messages.explanation(error))
             # Of the trial's own directory, which is removed.
             reason = re.sub(r"\s*\(Full traceback: .*?\)", "", reason).partition(HOW_TO_CONTINUE)[0]
             raise ConfigurationError(f"The trial failed in its {stage}: {reason}") from error

@@ -9,10 +9,10 @@ from typing import Any, Dict, Mapping
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.json_types import is_integer
 from allennlp_deepspeed.config.schema_validation import AUTO, ROOT
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, TrainerSettings, registered_name
 from allennlp_deepspeed.config.unset_values import configured_value
-from allennlp_deepspeed.config.values import is_integer
 
 # AllenNLP's data loaders whose "batch_size" is the size of a batch.
 _LOADERS = (DEFAULT_TYPE, "multiprocess", "simple")

@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional, Union
 
 import torch
 
-from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
+from allennlp_deepspeed.config.declared_keys import TRAINER_KEYS
 from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig
 
 DEFAULT_TYPE = "of the default type"

@@ -5,8 +5,8 @@ Keys of a model by which embeddings have sparse gradients.
 from typing import Any, Dict
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.json_types import values_in
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.config.values import values_in
 
 
 def check_sparse_embeddings(model: Any, resolved: ResolvedConfig) -> None:

@@ -13,8 +13,8 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
-from allennlp_deepspeed.training import gradient_memory
+from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
+from allennlp_deepspeed.training import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +106,11 @@ def available_for_activations(engine: DeepSpeedEngine) -> int:
     number.
     """
     # Full gradients are in memory until they are reduced, and a second copy during the reduction.
-    gradient = gradient_memory.full_gradient_bytes(
+    gradient = free_memory.full_gradient_bytes(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
     reserved = 2 * gradient + _all_reduce_max(_unallocated_state_bytes(engine), engine)
-    return gradient_memory.min_free_bytes(engine.device) - reserved
+    return free_memory.min_free_bytes(engine.device) - reserved
 
 
 def _unallocated_state_bytes(engine: DeepSpeedEngine) -> int:

@@ -20,7 +20,7 @@ from allennlp_deepspeed.engine.process.random_states import (
     repeatable_random_states,
     set_random_states,
 )
-from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
+from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
 from allennlp_deepspeed.extensions.chunk_size import find_chunk_size
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import (

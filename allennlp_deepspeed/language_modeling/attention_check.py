@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Iterator
 import torch
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.engine.zero3.gathered_parameters import untraced_pass
+from allennlp_deepspeed.engine.zero3.prefetch_traces import untraced_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

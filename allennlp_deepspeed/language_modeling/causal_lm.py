@@ -14,7 +14,7 @@ from allennlp.models.model import _DEFAULT_WEIGHTS
 from allennlp.nn import RegularizerApplicator
 from typing_extensions import override
 
-from allennlp_deepspeed import frozen_weights
+from allennlp_deepspeed import frozen_records
 from allennlp_deepspeed import lora as adapters
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.attention_check import check_attention
@@ -347,8 +347,8 @@ class CausalLM(TokenLossModel):
 
     @override
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
-        if frozen_weights.RECORDS_KEY in state_dict:
-            state_dict = frozen_weights.complete(state_dict, self)
+        if frozen_records.RECORDS_KEY in state_dict:
+            state_dict = frozen_records.complete(state_dict, self)
             # The base has been loaded in the dtype of `transformer_kwargs`.
             self.float()
         return super().load_state_dict(state_dict, strict)
@@ -365,7 +365,7 @@ class CausalLM(TokenLossModel):
         """Loads an archive. Pretrained weights are read only if it has none."""
         path = weights_file or os.path.join(serialization_dir, _DEFAULT_WEIGHTS)
         needs_base = config["model"].pop("save_adapters_only", False) and (
-            frozen_weights.RECORDS_KEY in torch.load(path, mmap=True, weights_only=True)
+            frozen_records.RECORDS_KEY in torch.load(path, mmap=True, weights_only=True)
         )
         config["model"]["load_weights"] = needs_base
         arguments = config["model"].get("transformer_kwargs") or {}
@@ -377,7 +377,7 @@ class CausalLM(TokenLossModel):
             arguments.pop("attn_implementation")
         try:
             model = super()._load(config, serialization_dir, weights_file, cuda_device)
-        except frozen_weights.PretrainedWeightsError as error:
+        except frozen_records.PretrainedWeightsError as error:
             if not needs_base:
                 raise
             raise ConfigurationError(

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
-from allennlp_deepspeed.language_modeling.conversations import to_template_kwargs
+from allennlp_deepspeed.language_modeling.conversation import Conversation, Message
 from allennlp_deepspeed.language_modeling.end_tokens import end_tokens
-from allennlp_deepspeed.language_modeling.responses import Conversation, Message
+from allennlp_deepspeed.language_modeling.example_tokenizer import to_template_kwargs
 
 _INPUTS = '{"prompt": ...}, {"text": ...} or {"messages": [...]}'
 

@@ -13,9 +13,12 @@ from typing_extensions import override
 from allennlp_deepspeed.engine.process.collectives import world_size
 from allennlp_deepspeed.language_modeling import packing, pretrained
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
-from allennlp_deepspeed.language_modeling.conversations import ExampleTokenizer, to_template_kwargs
+from allennlp_deepspeed.language_modeling.conversation import Conversation, Message
+from allennlp_deepspeed.language_modeling.example_tokenizer import (
+    ExampleTokenizer,
+    to_template_kwargs,
+)
 from allennlp_deepspeed.language_modeling.packing import Example
-from allennlp_deepspeed.language_modeling.responses import Conversation, Message
 from allennlp_deepspeed.text_files import Row, read_rows
 
 logger = logging.getLogger(__name__)

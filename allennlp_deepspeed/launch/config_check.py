@@ -21,6 +21,12 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import keys_of_others
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.declared_keys import (
+    CHECKPOINTER_KEYS,
+    INHERITED_TRAINER_KEYS,
+    NEW_TRAINER_KEYS,
+    TRAINER_KEYS,
+)
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import (
     fill_batch_size,
@@ -29,23 +35,17 @@ from allennlp_deepspeed.config.global_batch import (
     no_fixed_size_error,
     refuse_grad_cache,
 )
-from allennlp_deepspeed.config.keys import check_names, check_values, did_you_mean
+from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, values_in
+from allennlp_deepspeed.config.key_declaration import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement_of_type
-from allennlp_deepspeed.config.own_keys import (
-    CHECKPOINTER_KEYS,
-    INHERITED_TRAINER_KEYS,
-    NEW_TRAINER_KEYS,
-    TRAINER_KEYS,
-)
 from allennlp_deepspeed.config.schema_validation import lookup, validate
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
-from allennlp_deepspeed.config.values import as_json, is_integer, is_number, values_in
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer
 from allennlp_deepspeed.engine.process import sequence_groups
-from allennlp_deepspeed.launch import nodes, section_check
+from allennlp_deepspeed.launch import nodes, top_level_check
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.callbacks import NO_SCALING_CALLBACK
 from allennlp_deepspeed.training.construction import check_schedule
@@ -85,11 +85,11 @@ def check(params: Params, on_this_machine: bool = True) -> None:
     deepspeed_config: Optional[DeepSpeedConfig] = None
     _check_sections(config, errors)
     if has_known_train_loop(config):
-        section_check.check_top_level(config, errors)
+        top_level_check.check_top_level(config, errors)
         if on_this_machine:
-            section_check.check_is_complete(config, errors)
-        section_check.check_registered(config, errors)
-        section_check.check_sizes(config, errors)
+            top_level_check.check_is_complete(config, errors)
+        top_level_check.check_registered(config, errors)
+        top_level_check.check_sizes(config, errors)
     _check_sizes(config["trainer"], errors)
     nodes.check(config.get("distributed"), errors)
     _check_trainer_keys(config["trainer"], errors)

@@ -15,7 +15,7 @@ from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.reports import console as consoles
+from allennlp_deepspeed.reports import console_handler as consoles
 
 logger = logging.getLogger(__name__)
 

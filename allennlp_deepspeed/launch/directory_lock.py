@@ -14,7 +14,7 @@ from typing import Any, Optional, Union
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.checkpoint.directories import is_token
+from allennlp_deepspeed.checkpoint.shared_directories import is_token
 
 logger = logging.getLogger(__name__)
 

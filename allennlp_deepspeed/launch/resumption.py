@@ -17,7 +17,7 @@ from allennlp.models.archival import CONFIG_NAME
 from allennlp_deepspeed import files
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.config.own_keys import may_change
+from allennlp_deepspeed.config.declared_keys import may_change
 from allennlp_deepspeed.launch import directory_lock
 
 logger = logging.getLogger(__name__)

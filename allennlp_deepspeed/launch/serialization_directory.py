@@ -24,7 +24,7 @@ from allennlp.common import logging as common_logging
 from allennlp.data import Vocabulary
 from allennlp.training import util as training_util
 
-from allennlp_deepspeed.checkpoint.directories import Directories, remove_stale_tokens
+from allennlp_deepspeed.checkpoint.shared_directories import Directories, remove_stale_tokens
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.worker_failure import PeerFailed
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock, cannot_write

@@ -38,7 +38,7 @@ from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.process.sequence_groups import read_by_groups
 from allennlp_deepspeed.engine.process.single_process import as_single_process
 from allennlp_deepspeed.launch import (
-    failures,
+    error_messages,
     launcher,
     node_comparison,
     nodes,
@@ -54,7 +54,7 @@ from allennlp_deepspeed.launch.serialization_directory import (
     create_once,
     is_created,
 )
-from allennlp_deepspeed.reports.console import (
+from allennlp_deepspeed.reports.console_handler import (
     ConsoleSettings,
     disable_progress_bars_of_transformers,
     shown_on_console,
@@ -135,7 +135,7 @@ def run(
 def set_up_process(process: LaunchedProcess) -> None:
     """Makes this process a worker. Must be called first."""
     os.environ.update(process.environment())
-    worker_failure.start_reporting(failures.config_error_message, failures.log_to_files)
+    worker_failure.start_reporting(error_messages.config_error_message, error_messages.log_to_files)
 
 
 def train(

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, TypeGuard
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.config.values import is_number
+from allennlp_deepspeed.config.json_types import is_number
 from allennlp_deepspeed.reports import metrics_file
 
 # Seconds without a line after which a run without an archive counts as stopped.

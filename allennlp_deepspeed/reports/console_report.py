@@ -25,10 +25,10 @@ from rich.text import Text
 
 from allennlp_deepspeed import versions
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.config.values import is_number
-from allennlp_deepspeed.reports import console as consoles
+from allennlp_deepspeed.config.json_types import is_number
+from allennlp_deepspeed.reports import console_handler as consoles
 from allennlp_deepspeed.reports import overview
-from allennlp_deepspeed.reports.console import Console, ConsoleSettings
+from allennlp_deepspeed.reports.console_handler import Console, ConsoleSettings
 
 logger = logging.getLogger(__name__)
 

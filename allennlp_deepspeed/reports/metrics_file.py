@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterator
 from allennlp.common.util import sanitize
 
 from allennlp_deepspeed import files
-from allennlp_deepspeed.config.values import is_integer
+from allennlp_deepspeed.config.json_types import is_integer
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.lifecycle.model_states import (
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
     ModelSize,
     ModelStates,
     model_states,

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from allennlp_deepspeed import versions
 from allennlp_deepspeed.engine.process.worker_device import memory_in_use
-from allennlp_deepspeed.reports.console import is_routine
+from allennlp_deepspeed.reports.console_handler import is_routine
 from allennlp_deepspeed.reports.console_report import ConsoleReport, EpochProgress
 from allennlp_deepspeed.reports.interval_metrics import IntervalMetrics
 from allennlp_deepspeed.reports.metrics_file import MetricsFile

@@ -24,7 +24,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp.training.scheduler import Scheduler
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.checkpoint.directories import Directories
+from allennlp_deepspeed.checkpoint.shared_directories import Directories
 from allennlp_deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     ResolvedConfig,
@@ -36,7 +36,7 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_grad_cache,
 )
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel, destroy_engines
-from allennlp_deepspeed.engine.optimizers import offloaded_optimizers, optimizer_check
+from allennlp_deepspeed.engine.optimizers import cpu_counterparts, optimizer_check
 from allennlp_deepspeed.engine.parameters.model_check import check_initialized
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.parameters.shards import Shards, full_shape
@@ -101,7 +101,7 @@ def construct(
         _settings(arguments, optimizer, batches_per_epoch, device)
     ).limit_buckets(sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad))
     # An optimizer that is given as an object updates the weights itself, on any device.
-    steps_with = given or offloaded_optimizers.adapt_for_offload(optimizer, config)
+    steps_with = given or cpu_counterparts.adapt_for_offload(optimizer, config)
     _check_empty_groups(given, arguments)
     param_groups = [] if steps_with is None else steps_with.param_groups
     empty_groups = [group for group in param_groups if not group["params"]]

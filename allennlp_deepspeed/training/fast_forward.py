@@ -6,11 +6,11 @@ from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.checkpoint.module_states import (
+from allennlp_deepspeed.checkpoint.attribute_states import (
+    attribute_states,
     changed_states,
     fingerprints,
-    load_module_states,
-    module_states,
+    load_attribute_states,
 )
 from allennlp_deepspeed.engine.process.random_states import (
     find_unrestorable_dropout,
@@ -79,7 +79,7 @@ class FastForward:
         before training.
         """
         if self._initial_fingerprints is None:
-            self._initial_fingerprints = fingerprints(module_states(self._model))
+            self._initial_fingerprints = fingerprints(attribute_states(self._model))
 
     def start_epoch(self) -> None:
         """
@@ -128,7 +128,7 @@ class FastForward:
                 "run: on GPUs cuDNN holds its random state, which can't be saved.",
                 ", ".join(modules),
             )
-        load_module_states(self._model, state["modules"])
+        load_attribute_states(self._model, state["modules"])
         self._progress.finish_fast_forward()
         announce(logger, "Resumed training %s", self._progress.describe_resume_point())
         if state["running_loss"] is not None:
@@ -201,7 +201,7 @@ class FastForward:
         return state
 
     def _module_states(self) -> Dict[str, Any]:
-        return changed_states(module_states(self._model), self._initial_fingerprints or {})
+        return changed_states(attribute_states(self._model), self._initial_fingerprints or {})
 
     def _callback_states(self) -> Dict[str, Any]:
         own = self._own_callbacks()

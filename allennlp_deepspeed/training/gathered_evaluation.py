@@ -7,8 +7,8 @@ import torch.distributed as dist
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.shards import full_shape
-from allennlp_deepspeed.engine.zero3.gathered_parameters import gathered, sharded_parameters
-from allennlp_deepspeed.training import gradient_memory
+from allennlp_deepspeed.engine.zero3.deferred_resharding import gathered, sharded_parameters
+from allennlp_deepspeed.training import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class GatheredEvaluation:
         """
         if self._reshards != AUTO:
             return True
-        free = gradient_memory.min_free_bytes(self._engine.device)
+        free = free_memory.min_free_bytes(self._engine.device)
         needed = sum(full_shape(p).numel() * p.itemsize for p in sharded_parameters(self._engine))
         has_memory = needed <= free // 2
         if dist.get_rank() == 0 and not self._has_logged:

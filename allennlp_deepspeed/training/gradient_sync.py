@@ -19,7 +19,7 @@ from allennlp_deepspeed.engine.parameters.gradient_reduction import (
 )
 from allennlp_deepspeed.engine.parameters.shards import full_shape
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.training import gradient_average, gradient_memory
+from allennlp_deepspeed.training import free_memory, gradient_average
 from allennlp_deepspeed.training.gradient_average import GradientAverage
 from allennlp_deepspeed.training.reduction_schedule import (
     AUTO,
@@ -126,7 +126,7 @@ class GradientSynchronizer:
             usage = Usage.IRRELEVANT
         elif stage < 3 and dist.get_world_size() > 1:
             num_bytes = num_elements * self._reducer.accumulation_dtype.itemsize
-            free = gradient_memory.min_free_bytes(get_accelerator().current_device_name())
+            free = free_memory.min_free_bytes(get_accelerator().current_device_name())
             usage = Usage.UNKNOWN if num_bytes <= free // 4 else Usage.SAME
         self._state = SyncPhase(usage, accumulates_apart=self._accumulators is not None)
         self._is_in_no_sync = False

@@ -1,7 +1,7 @@
 import math
 from typing import Any, List, Optional
 
-from allennlp_deepspeed.engine.optimizers.registered import highest_learning_rate
+from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import highest_learning_rate
 from allennlp_deepspeed.engine.process import collectives
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.deepspeed_api import get_accelerator
-from allennlp_deepspeed.training import gradient_memory
+from allennlp_deepspeed.training import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ReductionSchedule:
         dtype : `torch.dtype`, required.
             The dtype of accumulated gradients.
         """
-        free = gradient_memory.min_free_bytes(get_accelerator().current_device_name())
+        free = free_memory.min_free_bytes(get_accelerator().current_device_name())
         needed = self._num_elements * dtype.itemsize
         self._set(needed <= free // 2)
         if dist.get_rank() == 0:

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.shards import full_shape
-from allennlp_deepspeed.engine.zero3.gathered_parameters import (
+from allennlp_deepspeed.engine.zero3.deferred_resharding import (
     defer_resharding,
     patch_gathered_parameters,
     sharded_parameters,
 )
-from allennlp_deepspeed.training import gradient_memory
+from allennlp_deepspeed.training import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ReshardAfterMicroBatch:
         """
         self._num_steps += 1
         if self._is_auto and self._decision is None and self._num_steps >= _STEPS_BEFORE_DECISION:
-            free = gradient_memory.min_free_bytes(self._engine.device)
+            free = free_memory.min_free_bytes(self._engine.device)
             needed = sum(full_shape(p).numel() * p.itemsize for p in self._parameters)
             self._set(needed > free // 2)
             if dist.get_rank() == 0:

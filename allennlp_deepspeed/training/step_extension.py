@@ -25,7 +25,7 @@ from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 
-from allennlp_deepspeed.config.own_keys import TRAINER_KEYS
+from allennlp_deepspeed.config.declared_keys import TRAINER_KEYS
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
@@ -34,7 +34,7 @@ Outputs = Dict[str, torch.Tensor]
 
 _EXTENSIONS = {
     "grad_cache": "allennlp_deepspeed.extensions.grad_cache.GradCache",
-    "global_batch_size": "allennlp_deepspeed.extensions.global_batch.AutoMicroBatchSize",
+    "global_batch_size": "allennlp_deepspeed.extensions.auto_micro_batch_size.AutoMicroBatchSize",
     "sequence_parallel_size": "allennlp_deepspeed.extensions.sequence_parallelism."
     "SequenceParallelism",
     "sequence_tiling": "allennlp_deepspeed.extensions.sequence_tiling.SequenceTiles",

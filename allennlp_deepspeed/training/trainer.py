@@ -32,13 +32,13 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
+from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
 from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
-from allennlp_deepspeed.checkpoint.directories import Directories
 from allennlp_deepspeed.checkpoint.frozen_parameters import left_out
-from allennlp_deepspeed.checkpoint.module_states import AttributeStates
+from allennlp_deepspeed.checkpoint.shared_directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import (
     TRAINING_STATE_VERSION,
     ModelStateOfEngine,
@@ -53,8 +53,11 @@ from allennlp_deepspeed.engine.lifecycle.optimizer_modes import OptimizerModes
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.parameters.buffer_broadcast import BufferBroadcast
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
+from allennlp_deepspeed.engine.parameters.full_parameters import (
+    ParameterSelection,
+    modified_weights,
+)
 from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
-from allennlp_deepspeed.engine.parameters.weights import ParameterSelection, modified_weights
 from allennlp_deepspeed.engine.process import collectives, worker_failure
 from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.engine.process.interruption import (
@@ -67,7 +70,6 @@ from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training import callbacks as callback_kinds
-from allennlp_deepspeed.training.backward_and_update import GradientStep, clip_values
 from allennlp_deepspeed.training.batch_groups import (
     BatchGroup,
     BatchGroups,
@@ -91,6 +93,7 @@ from allennlp_deepspeed.training.even_batches import with_even_batches
 from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.fixed_attributes import check_assignment, check_trainer
 from allennlp_deepspeed.training.gathered_evaluation import GatheredEvaluation
+from allennlp_deepspeed.training.gradient_step import GradientStep, clip_values
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights

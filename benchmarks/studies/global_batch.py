@@ -24,7 +24,7 @@ from allennlp.data import DataLoader
 from allennlp.training.callbacks import TrainerCallback
 from typing_extensions import override
 
-from allennlp_deepspeed.training import gradient_memory
+from allennlp_deepspeed.training import free_memory
 from benchmarks.contenders.allennlp import RecordWholeSteps, train_with
 from benchmarks.contenders.labelled_texts import LabelledTexts
 from benchmarks.harness import report
@@ -130,7 +130,7 @@ class Found(Contender):
             "global_batch_size": workload.share * world_size,
         }
         path = found_path(workload)
-        with mock.patch.object(gradient_memory, "free_bytes", lambda device: self._num_bytes):
+        with mock.patch.object(free_memory, "free_bytes", lambda device: self._num_bytes):
             train_with(job, trainer, [TellSize(path)], recorder=RecordWholeSteps)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.engine.lifecycle.model_states import (
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
     ModelSize,
     model_states,
     optimizer_bytes,

@@ -12,7 +12,7 @@ import torch
 
 from allennlp_deepspeed.checkpoint import serialization
 from allennlp_deepspeed.checkpoint.commit_record import CommitRecord
-from allennlp_deepspeed.frozen_weights import FrozenRecord
+from allennlp_deepspeed.frozen_records import FrozenRecord
 from tests.end_to_end.checkpoint_test import assert_ends_alike, recover
 from tests.end_to_end.export_test import assert_identical, exported
 from tests.fixtures.tiny_bert import tiny_bert

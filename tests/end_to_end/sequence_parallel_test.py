@@ -19,7 +19,7 @@ from allennlp.models import Model
 from allennlp_deepspeed import DeepSpeedCheckpointer, reading_by_groups
 from allennlp_deepspeed.extensions.sequence_parallelism import SequenceParallelism
 from allennlp_deepspeed.language_modeling import CausalLM
-from allennlp_deepspeed.launch.preflight import check
+from allennlp_deepspeed.launch.train_command import check
 from allennlp_deepspeed.training.step_extension import StepContext
 from tests.end_to_end.precision_test import BF16
 from tests.end_to_end.resize_test import assert_continues, assert_same_state, dumped, on, recover

@@ -26,9 +26,9 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirecto
 from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.training.backward_and_update import GradientStep
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
 from allennlp_deepspeed.training.fast_forward import FastForward
+from allennlp_deepspeed.training.gradient_step import GradientStep
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 

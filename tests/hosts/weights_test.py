@@ -5,7 +5,7 @@ from typing import Any, Dict
 
 import pytest
 
-from allennlp_deepspeed.checkpoint import directories as tokens
+from allennlp_deepspeed.checkpoint import shared_directories as tokens
 from tests.support.experiment import (
     Experiments,
     Result,

@@ -19,9 +19,9 @@ from deepspeed.ops.lion import FusedLion
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import LionOptimizer
 from allennlp_deepspeed.engine.optimizers.optimizer_check import ELEMENTWISE, is_elementwise
-from allennlp_deepspeed.engine.optimizers.registered import LionOptimizer
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import Side, state_arrays, trained
@@ -125,7 +125,7 @@ def check(deepspeed_config: Any, optimizer: Any = None) -> None:
     config["trainer"].update(
         type="deepspeed", deepspeed_config=deepspeed_config, optimizer=optimizer
     )
-    preflight.check(Params(config))
+    train_command.check(Params(config))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -24,7 +24,7 @@ from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import CategoricalAccuracy
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.training import gradient_memory
+from allennlp_deepspeed.training import free_memory
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batch, Batches, Side, state_arrays
 
@@ -117,7 +117,7 @@ def with_memory(num_bytes: Optional[int], function: Callable[[], Any]) -> Any:
 
     if num_bytes is None:
         return function()
-    with mock.patch.object(gradient_memory, "free_bytes", free_bytes):
+    with mock.patch.object(free_memory, "free_bytes", free_bytes):
         return function()
 
 
@@ -328,7 +328,7 @@ def test_what_steps_have_used_is_not_missing_in_a_later_search(model: Model) -> 
     def free_bytes(device: torch.device) -> int:
         return 1 if CountMicroBatches.numbers else 5600
 
-    with mock.patch.object(gradient_memory, "free_bytes", free_bytes):
+    with mock.patch.object(free_memory, "free_bytes", free_bytes):
         assert micro_batches(model, [first, longer(second)], None) == [3, 6]
 
 

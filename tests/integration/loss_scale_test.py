@@ -13,7 +13,7 @@ from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.training import gradient_memory
+from allennlp_deepspeed.training import free_memory
 from tests.support.experiment import assert_same_weights, load_config
 
 
@@ -76,7 +76,7 @@ def test_a_chunk_leaves_room_for_what_the_optimizer_is_to_keep(
     trainer = construct(tmp_path, config, grad_cache={"chunk_size": "auto"})
     num_elements = sum(parameter.numel() for parameter in trainer.model.parameters())
     free = 10**6
-    with mock.patch.object(gradient_memory, "min_free_bytes", lambda device: free):
+    with mock.patch.object(free_memory, "min_free_bytes", lambda device: free):
         trainer.train()
     (left,) = re.findall(r"is still to allocate, (\d+) bytes are free", caplog.text)
     # Two gradients, and two numbers for each element, in fp32. A shard may be padded.

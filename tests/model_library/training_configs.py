@@ -14,7 +14,7 @@ from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.commands.check import Check
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from tests.model_library.experiments import MAX_EPOCHS, write_pairs
 from tests.model_library.stand_ins import write_elmo
 
@@ -99,7 +99,7 @@ def of_file(path: Path) -> Dict[str, Any]:
 def _message(file: Path, constructs: bool) -> str:
     try:
         if not constructs:
-            preflight.check(Params.from_file(str(file)))
+            train_command.check(Params.from_file(str(file)))
             return ""
         parser = argparse.ArgumentParser()
         Check().add_subparser(parser.add_subparsers())

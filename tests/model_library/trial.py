@@ -31,7 +31,7 @@ from allennlp.training.callbacks.confidence_checks import ConfidenceCheckError
 from allennlp.training.util import evaluate, make_vocab_from_params
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from tests.model_library.experiments import seed
 
 TIME_LIMIT = 600  # seconds
@@ -241,7 +241,7 @@ def _train(
     trainer = params.params["trainer"]
     trainer["callbacks"] = [*trainer.get("callbacks", []), "weights_of_trial"]
     if config["trainer"].get("type") == "deepspeed":
-        preflight.check(params.duplicate())
+        train_command.check(params.duplicate())
     common_util.prepare_environment(params)
     params.pop("distributed", None)
     if world_size > 1:

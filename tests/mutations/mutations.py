@@ -37,7 +37,7 @@ _WEIGHT_CHANGES = "integration/weight_changes_test.py::"
 MUTATIONS = [
     # Accumulation and the loss.
     Mutation(
-        "training/backward_and_update.py",
+        "training/gradient_step.py",
         'loss = outputs["loss"] / self.num_accumulation_steps',
         'loss = outputs["loss"]',
         ("integration/trainer_test.py::test_one_process_accumulates_gradients[auto-none-0]",),
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     # Clipping and the loss scale.
     Mutation(
-        "training/backward_and_update.py",
+        "training/gradient_step.py",
         'for group in optimizer.param_groups for p in group["params"]',
         'for group in optimizer.param_groups[:1] for p in group["params"]',
         ("end_to_end/parity_test.py::test_adagrad_with_groups_and_a_schedule",),
@@ -174,13 +174,13 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "engine/parameters/weights.py",
+        "engine/parameters/full_parameters.py",
         "(0, fragment.padding)",
         "(0, 0)",
         (_WEIGHT_CHANGES + "test_changes_within_modified_weights_are_kept[3]",),
     ),
     Mutation(
-        "engine/parameters/weights.py",
+        "engine/parameters/full_parameters.py",
         "dist.broadcast(value.view(-1).view(torch.uint8), src=0)",
         "pass",
         (_WEIGHT_CHANGES + "test_the_changes_of_rank_0_count",),
@@ -233,7 +233,7 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "checkpoint/resharding.py",
+        "checkpoint/load_time_resharding.py",
         "_fill(values[key], shards, index, partial(checkpoint.state, key))",
         "pass",
         (
@@ -304,10 +304,10 @@ MUTATIONS = [
     ),
     # Masks of responses, and normalization of the loss.
     Mutation(
-        "language_modeling/conversations.py",
+        "language_modeling/example_tokenizer.py",
         "token if all_count or counts else IGNORED",
         "token if all_count or not counts else IGNORED",
-        ("unit/language_modeling/conversations_test.py",),
+        ("unit/language_modeling/example_tokenizer_test.py",),
     ),
     Mutation(
         "language_modeling/causal_lm.py",

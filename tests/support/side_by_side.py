@@ -15,7 +15,7 @@ from allennlp.nn.parallel import TorchDdpAccelerator
 from allennlp.training import GradientDescentTrainer
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.engine.parameters import weights
+from allennlp_deepspeed.engine.parameters import full_parameters
 from allennlp_deepspeed.engine.process.process_environment import process_environment
 from allennlp_deepspeed.engine.zero3.partitioned_construction import PartitionedConstruction
 from tests.support.experiment import assert_same_weights
@@ -213,7 +213,7 @@ def trained(trainer: Any) -> Dict[str, Any]:
 def state_arrays(trainer: Any) -> Dict[str, Any]:
     """The whole weights and other tensors, as arrays. To be called by every rank."""
     if isinstance(trainer, DeepSpeedTrainer):
-        state_dict = weights.full_state_dict(trainer.engine, keep=True)
+        state_dict = full_parameters.full_state_dict(trainer.engine, keep=True)
         assert state_dict is not None
     else:
         state_dict = trainer.model.state_dict()

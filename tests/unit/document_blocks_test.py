@@ -16,7 +16,7 @@ from allennlp import commands as allennlp_commands
 from allennlp.common import Params
 from allennlp.training import GradientDescentTrainer
 
-from allennlp_deepspeed.config.own_keys import NEW_TRAINER_KEYS
+from allennlp_deepspeed.config.declared_keys import NEW_TRAINER_KEYS
 from allennlp_deepspeed.launch.config_check import check
 from tests.support.command import REPOSITORY
 from tests.support.documents import Block, apply_diff, blocks, commands, config_in

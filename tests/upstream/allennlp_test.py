@@ -36,13 +36,13 @@ from transformers import BertConfig
 from tests.upstream.unpatched import worked_around_by
 
 
-@worked_around_by("compat.construct_reduce_on_plateau_without_verbose")
+@worked_around_by("allennlp_patches.construct_reduce_on_plateau_without_verbose")
 def test_reduce_on_plateau_cannot_be_constructed() -> bool:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     return _fails(lambda: ReduceOnPlateauLearningRateScheduler(optimizer))
 
 
-@worked_around_by("compat.allow_numpy_scalars_in_training_states")
+@worked_around_by("allennlp_patches.allow_numpy_scalars_in_training_states")
 def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
     file = io.BytesIO()
     torch.save({"best_so_far": np.float64(1)}, file)
@@ -50,12 +50,12 @@ def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
     return _fails(lambda: torch.load(file))
 
 
-@worked_around_by("compat.support_bf16_in_tiny_value_of_dtype")
+@worked_around_by("allennlp_patches.support_bf16_in_tiny_value_of_dtype")
 def test_masks_refuse_bf16() -> bool:
     return _fails(lambda: tiny_value_of_dtype(torch.bfloat16))
 
 
-@worked_around_by("compat.share_locks_of_spawned_loader_workers")
+@worked_around_by("allennlp_patches.share_locks_of_spawned_loader_workers")
 def test_spawned_loader_workers_are_given_a_lock_of_another_start_method() -> bool:
     with TemporaryDirectory() as directory:
         path = f"{directory}/data"
@@ -72,7 +72,7 @@ def test_spawned_loader_workers_are_given_a_lock_of_another_start_method() -> bo
         return _fails(lambda: next(iter(loader.iter_instances())))
 
 
-@worked_around_by("compat.mask_tokens_with_the_given_probability")
+@worked_around_by("allennlp_patches.mask_tokens_with_the_given_probability")
 def test_the_probability_of_masks_is_passed_as_another_argument() -> bool:
     with TemporaryDirectory() as directory:
         with open(f"{directory}/vocab.txt", "w") as file:
@@ -83,7 +83,7 @@ def test_the_probability_of_masks_is_passed_as_another_argument() -> bool:
     return collator._collator.mlm_probability != 0.5
 
 
-@worked_around_by("compat.tell_cached_transformers_apart")
+@worked_around_by("allennlp_patches.tell_cached_transformers_apart")
 def test_a_transformer_is_that_of_other_arguments() -> bool:
     with TemporaryDirectory() as directory:
         config = BertConfig(hidden_size=4, num_hidden_layers=1, num_attention_heads=1)
@@ -97,13 +97,13 @@ def test_a_transformer_is_that_of_other_arguments() -> bool:
     return second.config._attn_implementation == first.config._attn_implementation
 
 
-@worked_around_by("compat.show_progress_without_widgets")
+@worked_around_by("allennlp_patches.show_progress_without_widgets")
 def test_bars_in_notebooks_are_made_of_widgets() -> bool:
     """By its source, because it takes a notebook."""
     return "import tqdm_notebook as _tqdm" in inspect.getsource(allennlp_tqdm)
 
 
-@worked_around_by("compat.name_runs_of_wandb")
+@worked_around_by("allennlp_patches.name_runs_of_wandb")
 def test_runs_of_wandb_have_no_id() -> bool:
     import wandb  # half a second, which other tests need not wait
 

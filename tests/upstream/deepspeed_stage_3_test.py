@@ -140,7 +140,7 @@ def test_an_optimizer_is_stepped_once_for_each_group() -> bool:
     return optimizer.param_groups[0]["count"] == 2
 
 
-@worked_around_by("engine.parameters.weights.set_full_parameter")
+@worked_around_by("engine.parameters.full_parameters.set_full_parameter")
 def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
     """The method of the optimizer, with what it asks for on the second of two ranks."""
     second_rank = SimpleNamespace(

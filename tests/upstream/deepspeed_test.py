@@ -40,7 +40,7 @@ def test_autocast_of_an_engine_is_that_of_the_process() -> bool:
     return torch_autocast.TORCH_AUTOCAST_INITIALIZED
 
 
-@worked_around_by("engine.lifecycle.engine_workarounds.undo_first_step")
+@worked_around_by("engine.lifecycle.initialize_and_destroy.undo_first_step")
 def test_half_precision_at_stage_0_begins_with_a_step() -> bool:
     model = linear()
     engine = engine_of(
@@ -49,14 +49,14 @@ def test_half_precision_at_stage_0_begins_with_a_step() -> bool:
     return any(state["step"] == 1 for state in engine.basic_optimizer.state.values())
 
 
-@worked_around_by("engine.lifecycle.engine_workarounds.keep_adagrad")
+@worked_around_by("engine.lifecycle.initialize_and_destroy.keep_adagrad")
 def test_zero_replaces_adagrad() -> bool:
     model = linear()
     adagrad = torch.optim.Adagrad(model.parameters())
     return engine_of(model, 2, adagrad).optimizer.optimizer is not adagrad
 
 
-@worked_around_by("engine.lifecycle.engine_workarounds.correct_bias_by_step_count")
+@worked_around_by("engine.lifecycle.initialize_and_destroy.correct_bias_by_step_count")
 def test_adam_on_the_cpu_rounds_in_another_way_after_an_interruption() -> bool:
     def weights_after_steps(interrupted_before: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -87,7 +87,7 @@ def test_a_destroyed_engine_leaves_its_hooks() -> bool:
     return len(model._forward_pre_hooks) > 0
 
 
-@worked_around_by("engine.parameters.parameter_layout.support_any_layout")
+@worked_around_by("engine.parameters.memory_format.support_any_layout")
 def test_parameters_without_dimensions_or_transposed_cannot_be_broadcast() -> bool:
     scalar, transposed = linear(), nn.Linear(2, 3)
     scalar.bias = nn.Parameter(torch.tensor(1.0))
@@ -95,7 +95,7 @@ def test_parameters_without_dimensions_or_transposed_cannot_be_broadcast() -> bo
     return all([_fails(lambda: engine_of(scalar)), _fails(lambda: engine_of(transposed))])
 
 
-@worked_around_by("engine.parameters.parameter_layout.support_any_layout")
+@worked_around_by("engine.parameters.memory_format.support_any_layout")
 def test_gradients_without_dimensions_cannot_be_clipped() -> bool:
     parameter = nn.Parameter(torch.tensor(1.0))
     parameter.grad = torch.tensor(2.0)
@@ -256,7 +256,7 @@ def _offloaded(model: nn.Module, num_micro_batches: int) -> Any:
     )
 
 
-@worked_around_by("training.backward_and_update.GradientStep._compute_norm")
+@worked_around_by("training.gradient_step.GradientStep._compute_norm")
 def test_stage_0_in_fp32_reports_no_norm() -> bool:
     engine = engine_of(linear(), gradient_clipping=1.0)
     train(engine)

@@ -19,15 +19,15 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.lifecycle import (
     activation_checkpointing,
-    engine_workarounds,
+    initialize_and_destroy,
     loss_scaling,
 )
 from allennlp_deepspeed.engine.lifecycle.compilation import Compiler
 from allennlp_deepspeed.engine.lifecycle.half_precision import DTYPES, HalfPrecision
-from allennlp_deepspeed.engine.optimizers import used_optimizers
+from allennlp_deepspeed.engine.optimizers import stepped_optimizers
 from allennlp_deepspeed.engine.parameters import released_parameters
+from allennlp_deepspeed.engine.parameters.memory_format import support_any_layout
 from allennlp_deepspeed.engine.parameters.model_snapshot import ModelSnapshot
-from allennlp_deepspeed.engine.parameters.parameter_layout import support_any_layout
 from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.process import deepspeed_logging
 from allennlp_deepspeed.engine.process.process_environment import (
@@ -35,7 +35,7 @@ from allennlp_deepspeed.engine.process.process_environment import (
     process_environment,
 )
 from allennlp_deepspeed.engine.zero3 import leaf_modules, module_calls, module_hooks
-from allennlp_deepspeed.engine.zero3.inner_gradients import refuse_inner_gradients
+from allennlp_deepspeed.engine.zero3.nested_autograd import refuse_inner_gradients
 from allennlp_deepspeed.engine.zero3.regularization import (
     PartitionedRegularizer,
     compute_penalty_in_fp32,
@@ -179,7 +179,7 @@ def _snapshot(setup: Setup) -> ContextManager[Any]:
 
 def _allow_steps(setup: Setup) -> ContextManager[Any]:
     undo = ExitStack()
-    has_lost_states = undo.enter_context(used_optimizers.allow_steps(setup.optimizer))
+    has_lost_states = undo.enter_context(stepped_optimizers.allow_steps(setup.optimizer))
     setup.must_resume = has_lost_states
     return undo
 
@@ -195,7 +195,7 @@ def _leaf_modules(setup: Setup) -> None:
 
 
 def _initialize(setup: Setup) -> None:
-    has_stepped = used_optimizers.has_stepped(setup.optimizer)
+    has_stepped = stepped_optimizers.has_stepped(setup.optimizer)
     engine, *_ = deepspeed.initialize(
         # DeepSpeed uses the device's index as the local rank unless both are set.
         args=SimpleNamespace(local_rank=device_index(setup.device, setup.local_rank)),
@@ -253,8 +253,8 @@ def _gather_penalty(setup: Setup) -> None:
 
 def _correct_bias(setup: Setup) -> ContextManager[Any]:
     undo = ExitStack()
-    for adam in engine_workarounds.adams_on_cpu(setup.engine_optimizer):
-        undo.callback(engine_workarounds.correct_bias_by_step_count(adam))
+    for adam in initialize_and_destroy.adams_on_cpu(setup.engine_optimizer):
+        undo.callback(initialize_and_destroy.correct_bias_by_step_count(adam))
     return undo
 
 
@@ -377,12 +377,12 @@ FEATURES: Tuple[Feature, ...] = (
     # The optimizer, before its values are compared or written.
     Feature(
         "no step at the start",
-        lambda s: engine_workarounds.undo_first_step(s.initialized),
+        lambda s: initialize_and_destroy.undo_first_step(s.initialized),
         lambda s: s.is_half and s.stage == 0,
     ),
     Feature(
         "the given Adagrad",
-        lambda s: engine_workarounds.keep_adagrad(s.initialized),
+        lambda s: initialize_and_destroy.keep_adagrad(s.initialized),
         lambda s: isinstance(s.engine_optimizer, torch.optim.Adagrad),
     ),
     Feature("steps by the engine only", lambda s: loss_scaling.refuse_other_steps(s.initialized)),

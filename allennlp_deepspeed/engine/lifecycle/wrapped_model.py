@@ -19,15 +19,15 @@ from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine.lifecycle import activation_checkpointing, features
 from allennlp_deepspeed.engine.lifecycle.compilation import Compiler, explain_errors_at_stage_3
-from allennlp_deepspeed.engine.lifecycle.engine_workarounds import destroy
-from allennlp_deepspeed.engine.optimizers import used_optimizers
+from allennlp_deepspeed.engine.lifecycle.initialize_and_destroy import destroy
+from allennlp_deepspeed.engine.optimizers import stepped_optimizers
 from allennlp_deepspeed.engine.parameters.model_check import (
     check_loaded_weights,
     check_model,
     check_same_order,
 )
 from allennlp_deepspeed.engine.process.process_environment import use_accelerator
-from allennlp_deepspeed.engine.zero3.gathered_parameters import clear_active_modules
+from allennlp_deepspeed.engine.zero3.deferred_resharding import clear_active_modules
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
             if optimizer is not None:
-                used_optimizers.check(model, optimizer)
+                stepped_optimizers.check(model, optimizer)
             self._undo.callback(wrap(model, self.config.zero_stage))
             if checkpointed_modules is not None:
                 take_back = activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
@@ -160,7 +160,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             # engine.
             undo.callback(destroy, engine, self._plain_model)
             if engine.global_steps > 0 and engine.optimizer is not engine.basic_optimizer:
-                used_optimizers.refuse_steps(engine.basic_optimizer)
+                stepped_optimizers.refuse_steps(engine.basic_optimizer)
             if setup.is_alone:
                 if self.config.zero_stage == 3:
                     clear_active_modules(engine)
@@ -274,7 +274,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
             If the optimizer has made steps, and its states are lost.
         """
         if self._must_resume:
-            raise ConfigurationError(used_optimizers.LOST_STATES)
+            raise ConfigurationError(stepped_optimizers.LOST_STATES)
 
     @property
     @override

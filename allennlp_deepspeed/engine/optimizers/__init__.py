@@ -1,6 +1,6 @@
 """Optimizers: DeepSpeed's, which one updates the weights, and whether it can update shards."""
 
-from allennlp_deepspeed.engine.optimizers.registered import (
+from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import (
     CPUAdamOptimizer,
     CPUAdamWOptimizer,
     FusedAdamOptimizer,

@@ -19,7 +19,7 @@ from allennlp.training.optimizers import (
     Optimizer,
 )
 
-from allennlp_deepspeed.config.keys import unregistered
+from allennlp_deepspeed.config.key_declaration import unregistered
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import (
@@ -29,18 +29,18 @@ from allennlp_deepspeed.deepspeed_api import (
     FusedAdam,
     FusedLion,
 )
-from allennlp_deepspeed.engine.optimizers.offloaded_optimizers import (
+from allennlp_deepspeed.engine.optimizers.cpu_counterparts import (
     Counterpart,
     find_counterpart,
     registered_class,
     unsupported_settings,
 )
-from allennlp_deepspeed.engine.optimizers.optimizer_probe import updates_shards_as_weights
-from allennlp_deepspeed.engine.optimizers.registered import (
+from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import (
     DeepSpeedOptimizer,
     LionOptimizer,
     MuonOptimizer,
 )
+from allennlp_deepspeed.engine.optimizers.optimizer_probe import updates_shards_as_weights
 
 logger = logging.getLogger(__name__)
 

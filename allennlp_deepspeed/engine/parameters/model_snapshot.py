@@ -9,7 +9,7 @@ import torch
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
-from allennlp_deepspeed.engine.parameters import weights
+from allennlp_deepspeed.engine.parameters import full_parameters
 from allennlp_deepspeed.engine.parameters.shards import Shards
 
 State = Dict[str, Any]
@@ -135,7 +135,7 @@ class ModelSnapshot:
         if directory is not None and not os.path.isdir(directory):
             directory = None
         self._device = device
-        self._values = weights.full_parameters(engine, directory)
+        self._values = full_parameters.full_parameters(engine, directory)
         if engine.global_steps > 0 and self._optimizer is not None:
             has_states = engine.optimizer is engine.basic_optimizer
             self._states = dict(self._optimizer.state) if has_states else {}

@@ -32,11 +32,11 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parameter import is_lazy
 
-from allennlp_deepspeed.compat import transformer_key
+from allennlp_deepspeed.allennlp_patches import transformer_key
 from allennlp_deepspeed.deepspeed_api import zero
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.parameters.memory_format import support_any_layout
 from allennlp_deepspeed.engine.parameters.model_check import has_precision
-from allennlp_deepspeed.engine.parameters.parameter_layout import support_any_layout
 from allennlp_deepspeed.engine.parameters.shared_memory import shared_memory
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.process_environment import process_environment

@@ -2,23 +2,25 @@ from pathlib import Path
 
 import pytest
 
-from allennlp_deepspeed.checkpoint import directories
+from allennlp_deepspeed.checkpoint import shared_directories
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
 
 
 def test_those_that_see_one_another_share_a_directory(tmp_path: Path):
-    key = directories.new_key()
+    key = shared_directories.new_key()
     folders = [str(tmp_path / name) for name in ("a", "b", "a", "c", "b")]
     for number, folder in enumerate(folders):
-        directories.write_token(folder, key, number)
-        directories.write_token(folder, directories.new_key(), 7)  # of another training
-    seen = [directories.list_tokens(folder, key) for folder in folders]
+        shared_directories.write_token(folder, key, number)
+        shared_directories.write_token(
+            folder, shared_directories.new_key(), 7
+        )  # of another training
+    seen = [shared_directories.list_tokens(folder, key) for folder in folders]
     assert seen == [[0, 2], [1, 4], [0, 2], [3], [1, 4]]
-    assert directories.group_by_directory(seen) == [[0, 2], [1, 4], [3]]
+    assert shared_directories.group_by_directory(seen) == [[0, 2], [1, 4], [3]]
 
     for number, folder in enumerate(folders):
-        directories.remove_token(folder, key, number)
-        assert number not in directories.list_tokens(folder, key)
+        shared_directories.remove_token(folder, key, number)
+        assert number not in shared_directories.list_tokens(folder, key)
         CheckpointDirectory(folder).clean_up()  # of what a crash has left
         assert not list(Path(folder).iterdir())
 
@@ -33,4 +35,4 @@ def test_those_that_see_one_another_share_a_directory(tmp_path: Path):
     ],
 )
 def test_a_directory_that_one_of_two_sees_late_is_shared(seen, groups):
-    assert directories.group_by_directory(seen) == groups
+    assert shared_directories.group_by_directory(seen) == groups

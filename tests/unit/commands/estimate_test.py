@@ -19,7 +19,7 @@ from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.commands.memory_estimate import PLACEMENTS, Estimate, Estimator, measure
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.engine.lifecycle.model_states import (
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
     ModelSize,
     ModelStates,
     model_states,

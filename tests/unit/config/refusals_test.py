@@ -6,12 +6,12 @@ from typing import Any, Callable, Dict
 import pytest
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.keys import FORMER_KEYS, check_names, check_values
-from allennlp_deepspeed.config.own_keys import (
+from allennlp_deepspeed.config.declared_keys import (
     CHECKPOINTER_KEYS,
     INHERITED_TRAINER_KEYS,
     TRAINER_KEYS,
 )
+from allennlp_deepspeed.config.key_declaration import FORMER_KEYS, check_names, check_values
 from tests.unit.config.config_test import ADAMW, STAGE_0, WITHOUT_BF16, refusal
 
 Expect = Callable[[str], None]

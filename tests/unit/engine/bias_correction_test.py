@@ -7,7 +7,7 @@ from allennlp.common import Params
 from allennlp.training.optimizers import Optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from allennlp_deepspeed.engine.lifecycle.engine_workarounds import (
+from allennlp_deepspeed.engine.lifecycle.initialize_and_destroy import (
     adams_on_cpu,
     correct_bias_by_step_count,
 )

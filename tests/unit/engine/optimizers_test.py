@@ -11,8 +11,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
-from allennlp_deepspeed.engine.optimizers.offloaded_optimizers import adapt_for_offload
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.engine.optimizers.cpu_counterparts import adapt_for_offload
+from allennlp_deepspeed.launch import train_command
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import load_config
 
@@ -194,7 +194,7 @@ def check(optimizer: Any, deepspeed_config: Any = "zero_2", cuda_device: int = -
     config["trainer"].update(
         optimizer=optimizer, deepspeed_config=deepspeed_config, cuda_device=cuda_device, **trainer
     )
-    preflight.check(Params(config))
+    train_command.check(Params(config))
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from allennlp_deepspeed.engine.process import worker_failure
 from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
-from allennlp_deepspeed.launch import agent, failures
+from allennlp_deepspeed.launch import agent, error_messages
 from allennlp_deepspeed.launch.agent import Node
 
 TIME_LIMIT = 60
@@ -26,7 +26,7 @@ context = multiprocessing.get_context("fork")
 
 def train(node_rank: int, training: str, node: Node, directory: Path) -> None:
     """Trains until there is a file `end`. On SIGTERM it leaves slowly, as one that saves."""
-    worker_failure.start_reporting(failures.config_error_message, lambda error: [])
+    worker_failure.start_reporting(error_messages.config_error_message, lambda error: [])
 
     def leave(*args: Any) -> None:
         (directory / f"leaves_{os.getpid()}").touch()

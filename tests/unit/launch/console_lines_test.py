@@ -14,8 +14,8 @@ from allennlp_deepspeed.launch.console_lines import (
     announce_start_and_end,
     print_how_to_resume,
 )
-from allennlp_deepspeed.reports import console as consoles
-from allennlp_deepspeed.reports.console import Console, ConsoleSettings
+from allennlp_deepspeed.reports import console_handler as consoles
+from allennlp_deepspeed.reports.console_handler import Console, ConsoleSettings
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, load_config
 
@@ -158,10 +158,10 @@ def test_messages_say_all_that_there_is_to_do(name: str, expect_message: Expect)
     done: List[Tuple[str, Any]] = []
     for changes in rounds:
         with pytest.raises(ConfigurationError) as error:
-            preflight.check(pasted(config, *done))
+            train_command.check(pasted(config, *done))
         expect_message(error.value.message)
         done.extend(changes)
-    preflight.check(pasted(config, *done))
+    train_command.check(pasted(config, *done))
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,5 @@ def test_a_key_in_the_trainer_that_belongs_elsewhere_is_sent_there(
     key: str, value: Any, expect_message: Expect
 ) -> None:
     with pytest.raises(ConfigurationError) as error:
-        preflight.check(pasted({}, (f"trainer.{key}", value)))
+        train_command.check(pasted({}, (f"trainer.{key}", value)))
     expect_message(error.value.message)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.engine.process import worker_failure
-from allennlp_deepspeed.launch import failures, launcher, process_group
+from allennlp_deepspeed.launch import error_messages, launcher, process_group
 
 TIMEOUT = 2
 
@@ -34,7 +34,7 @@ def join(rank: int, port: int, is_killed: bool, results: Any) -> None:
         # Each node counts for itself.
         TORCHELASTIC_RESTART_COUNT=str(rank),
     )
-    worker_failure.start_reporting(failures.config_error_message, lambda error: [])
+    worker_failure.start_reporting(error_messages.config_error_message, lambda error: [])
     try:
         with mock.patch.object(dist, "init_process_group", end if is_killed else join_group):
             process_group.start(launcher.read_environment(os.environ), -1, 20, TIMEOUT)

@@ -8,7 +8,7 @@ import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import ONE_PROCESS, TWO_WORKERS, load_config, refusal
 
@@ -54,7 +54,7 @@ def config(*changes: Dict[str, Any]) -> Dict[str, Any]:
 @pytest.mark.parametrize("change", WRONG, ids=json.dumps)
 def test_what_is_no_section_or_too_large(change: Dict[str, Any], expect_message: Expect) -> None:
     with pytest.raises(ConfigurationError) as error:
-        preflight.check(Params(config(change)))
+        train_command.check(Params(config(change)))
     expect_message(error.value.message)
 
 
@@ -68,12 +68,12 @@ def test_what_is_missing_at_the_top_level(name: str, section: str, expect_messag
     if section:
         place[name] = missing
     with pytest.raises(ConfigurationError) as error:
-        preflight.check(Params(changed))
+        train_command.check(Params(changed))
     expect_message(error.value.message)
 
 
 def test_other_train_loops_have_other_sections() -> None:
-    preflight.check(Params(config({"type": "loop_of_a_user", "model": None})))
+    train_command.check(Params(config({"type": "loop_of_a_user", "model": None})))
 
 
 @pytest.mark.parametrize("workers", [TWO_WORKERS, ONE_PROCESS], ids=["workers", "one process"])
@@ -91,5 +91,5 @@ def test_a_gpu_that_is_not_there(
         devices = {"distributed": {"cuda_devices": [0, 1]}}
     changed = load_config("classifier", {"trainer.type": "deepspeed"}, workers, devices)
     # On another machine it may train.
-    preflight.check(Params(json.loads(json.dumps(changed))))
+    train_command.check(Params(json.loads(json.dumps(changed))))
     expect_message(refusal(changed, tmp_path))

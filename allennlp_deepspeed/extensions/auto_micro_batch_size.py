@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.checkpoint.module_states import (
+from allennlp_deepspeed.checkpoint.attribute_states import (
+    attribute_states,
     changed_states,
     fingerprints,
-    load_module_states,
-    module_states,
+    load_attribute_states,
 )
 from allennlp_deepspeed.engine.lifecycle.phases import DEVICE_SYNC, mark_phase
 from allennlp_deepspeed.engine.process import collectives
@@ -240,14 +240,14 @@ def _restore_state(model: Model) -> Iterator[None]:
     Context manager that restores metrics, buffers, random states and the `get_extra_state` of
     modules after forward passes.
     """
-    states, random = module_states(model), random_states()
+    states, random = attribute_states(model), random_states()
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    extra_states = [
+    of_users = [
         (module, copy.deepcopy(module.get_extra_state()))
         for module in model.modules()
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state
@@ -260,8 +260,8 @@ def _restore_state(model: Model) -> Iterator[None]:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
             module._buffers[name] = buffer
-        load_module_states(model, changed_states(states, fingerprints(module_states(model))))
-        for module, extra_state in extra_states:
+        load_attribute_states(model, changed_states(states, fingerprints(attribute_states(model))))
+        for module, extra_state in of_users:
             module.set_extra_state(extra_state)
         set_random_states(random)
 

@@ -14,14 +14,14 @@ from allennlp_deepspeed.engine.lifecycle.phases import (
     phase,
 )
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.engine.optimizers.registered import highest_learning_rate
+from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import highest_learning_rate
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
 from allennlp_deepspeed.engine.parameters.weight_changes import (
     RequiresGradDetector,
     WeightChangeDetector,
 )
 from allennlp_deepspeed.engine.process.worker_failure import NotANumberError
-from allennlp_deepspeed.engine.zero3.gathered_parameters import PrefetchTraces
+from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
 from allennlp_deepspeed.reports.interval_metrics import OptimizerMetrics
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_weights import LossWeights

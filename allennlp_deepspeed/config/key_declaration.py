@@ -10,8 +10,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union, 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement, replacement_of_type
-from allennlp_deepspeed.config.values import as_json
 
 
 def nearest(name: str, known: List[str]) -> Optional[str]:

@@ -19,9 +19,9 @@ from allennlp.training.util import description_from_metrics
 from transformers.utils.logging import is_progress_bar_enabled
 
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.reports import console as consoles
+from allennlp_deepspeed.reports import console_handler as consoles
 from allennlp_deepspeed.reports import console_report
-from allennlp_deepspeed.reports.console import (
+from allennlp_deepspeed.reports.console_handler import (
     Console,
     ConsoleHandler,
     ConsoleSettings,

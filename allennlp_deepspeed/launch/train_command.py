@@ -21,10 +21,10 @@ from allennlp.models import Model
 
 from allennlp_deepspeed.announcements import is_full_log_requested
 from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_batch_size
-from allennlp_deepspeed.config.values import is_integer
+from allennlp_deepspeed.config.json_types import is_integer
 from allennlp_deepspeed.engine.process import worker_failure
 from allennlp_deepspeed.launch import (
-    failures,
+    error_messages,
     launcher,
     node_comparison,
     nodes,
@@ -41,7 +41,7 @@ from allennlp_deepspeed.launch.config_check import (
 )
 from allennlp_deepspeed.launch.console_lines import is_command, print_how_to_resume
 from allennlp_deepspeed.launch.launcher import LaunchedProcess
-from allennlp_deepspeed.reports.console import ConsoleSettings, shown_on_console
+from allennlp_deepspeed.reports.console_handler import ConsoleSettings, shown_on_console
 from allennlp_deepspeed_import_hook import process_setup
 
 __all__ = ["check", "has_deepspeed_trainer", "install", "worker_devices"]
@@ -58,7 +58,7 @@ def install() -> None:
 
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
-        failures.check_type(params)
+        error_messages.check_type(params)
         normalize_trainer(params)
         is_ours = has_deepspeed_trainer(params.as_dict(quiet=True))
         try:
@@ -68,13 +68,13 @@ def install() -> None:
                 arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
                 return _train_ours(train_model, arguments)
         except Exception as error:
-            failures.end_command_with(error, shortens_traceback=is_ours)
+            error_messages.end_command_with(error, shortens_traceback=is_ours)
             raise
         return train_model(params, *args, **kwargs)
 
     checked_train_model.checks_deepspeed = True  # type: ignore[attr-defined]
     train_command.train_model = checked_train_model
-    failures.install()
+    error_messages.install()
 
 
 def normalize_trainer(params: Params) -> None:
@@ -165,7 +165,9 @@ def _train_as_worker(
         if failure is not None:
             # A launcher that has its workers write error files prints what is in them.
             is_short = failure.is_consequence or worker_failure.has_error_file()
-            failures.show_instead_of_traceback(error, failure.summary if is_short else str(failure))
+            error_messages.show_instead_of_traceback(
+                error, failure.summary if is_short else str(failure)
+            )
         raise
 
 

@@ -31,7 +31,7 @@ _OF_PROCESS = frozenset({"_output_capturing_hooks_installed"})
 State = Dict[str, Any]
 
 
-def module_states(model: torch.nn.Module) -> Dict[str, State]:
+def attribute_states(model: torch.nn.Module) -> Dict[str, State]:
     """
     Returns the numbers, sets of these, and tensors in the attributes and non-persistent buffers of
     each module, and the full state of its metrics, including tensors and metrics in lists, tuples
@@ -67,7 +67,7 @@ def fingerprints(states: Dict[str, State]) -> Dict[str, Any]:
     # Parameters
 
     states : `Dict[str, Dict[str, Any]]`, required.
-        As returned by `module_states`.
+        As returned by `attribute_states`.
     """
     return {
         name: {key: _fingerprint(encoded) for key, encoded in state.items()}
@@ -83,7 +83,7 @@ def changed_states(states: Dict[str, State], before: Dict[str, Any]) -> Dict[str
     # Parameters
 
     states : `Dict[str, Dict[str, Any]]`, required.
-        As returned by `module_states`.
+        As returned by `attribute_states`.
     before : `Dict[str, Any]`, required.
         The `fingerprints` of the earlier states.
     """
@@ -94,7 +94,7 @@ def changed_states(states: Dict[str, State], before: Dict[str, Any]) -> Dict[str
     return {name: state for name, state in changed.items() if state}
 
 
-def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None:
+def load_attribute_states(model: torch.nn.Module, states: Dict[str, State]) -> None:
     """
     Loads states into the modules of a model, by name.
 
@@ -103,7 +103,7 @@ def load_module_states(model: torch.nn.Module, states: Dict[str, State]) -> None
     model : `torch.nn.Module`, required.
         A model that was constructed like the one that the states are from.
     states : `Dict[str, Dict[str, Any]]`, required.
-        As returned by `module_states`.
+        As returned by `attribute_states`.
     """
     _load_states(dict(model.named_modules()), states)
 

@@ -14,7 +14,7 @@ from allennlp.training.trainer import Trainer
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer, DeepSpeedTrainModel
-from allennlp_deepspeed.launch import preflight
+from allennlp_deepspeed.launch import train_command
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import TWO_WORKERS, load_config
 
@@ -28,7 +28,7 @@ def experiment(**trainer: Any) -> Dict[str, Any]:
 
 def errors_of(config: Dict[str, Any]) -> List[str]:
     with pytest.raises(ConfigurationError) as error:
-        preflight.check(Params(config))
+        train_command.check(Params(config))
     return str(error.value).splitlines()
 
 
@@ -70,7 +70,7 @@ def test_elastic_nodes_need_a_data_loader() -> None:
 
 def test_elastic_nodes_are_checked_with_the_batch_size_of_all() -> None:
     config = {**experiment(**AUTO), "distributed": ELASTIC, "data_loader": {}}
-    preflight.check(Params(config))
+    train_command.check(Params(config))
     assert config["data_loader"] == {}
 
 
@@ -99,8 +99,8 @@ BUCKET = {"type": "bucket"}
 )
 def test_the_data_loader_reads_the_share_of_a_worker(loader: Dict[str, Any]) -> None:
     params = Params({**experiment(**AUTO), "data_loader": loader})
-    preflight.fill_derived_keys(params)
-    preflight.check(params)
+    train_command.fill_derived_keys(params)
+    train_command.check(params)
     filled = params.as_dict(quiet=True)["data_loader"]
     assert (filled.get("batch_sampler") or filled)["batch_size"] == 6
 
@@ -110,9 +110,9 @@ def test_the_data_loader_reads_the_share_of_a_worker(loader: Dict[str, Any]) -> 
 )
 def test_wrong_devices_are_left_to_the_check(distributed: Any) -> None:
     params = Params({**experiment(**AUTO), "distributed": distributed})
-    preflight.fill_derived_keys(params)
+    train_command.fill_derived_keys(params)
     with pytest.raises(ConfigurationError, match="distributed"):
-        preflight.check(params)
+        train_command.check(params)
 
 
 def embedders(**embedders: Any) -> Dict[str, Any]:
@@ -161,7 +161,7 @@ def test_other_arguments_of_transformers_are_taken() -> None:
     frozen["train_parameters"] = False
     config = experiment(deepspeed_config=BF16)
     model = embedders(tokens=pretrained(**taken), others=frozen)
-    preflight.check(Params({**config, "model": model}))
+    train_command.check(Params({**config, "model": model}))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_model_that_is_one_transformer_is_in_the_precision_of_the_engine(
     config = {**experiment(deepspeed_config=deepspeed_config), "model": model}
     config["trainer"]["validation_metric"] = "-loss"
     if wanted is None:
-        preflight.check(Params(config))
+        train_command.check(Params(config))
     else:
         assert [wanted in line for line in errors_of(config)] == [True]
 
@@ -230,7 +230,7 @@ def changed(changes: Dict[str, Any]) -> Dict[str, Any]:
 )
 def test_what_allennlp_takes_is_taken(changes: Dict[str, Any]) -> None:
     before = {cls: dict(names) for cls, names in Registrable._registry.items()}
-    preflight.check(Params(changed(changes)))
+    train_command.check(Params(changed(changes)))
     assert {cls: dict(names) for cls, names in Registrable._registry.items()} == before
 
 
@@ -269,7 +269,7 @@ class OwnTrainerForHours(DeepSpeedTrainer):
 
 
 def test_a_subclass_may_accept_other_values() -> None:
-    preflight.check(Params(experiment(type="own_deepspeed_for_hours", num_epochs=None)))
+    train_command.check(Params(experiment(type="own_deepspeed_for_hours", num_epochs=None)))
     (line,) = errors_of(experiment(type="own_deepspeed_for_hours", patience=0))
     assert line.startswith("'trainer.patience' is 0")
 
@@ -289,7 +289,7 @@ def test_subclasses_of_users_are_checked_as_classes() -> None:
         type="own_deepspeed_with_key", alpha=0.25, checkpointer={"type": "own_checkpointer"}
     )
     test_set = {"evaluate_on_test": True, "test_data_path": config["validation_data_path"]}
-    preflight.check(Params({**config, **test_set, "type": "own_deepspeed_loop"}))
+    train_command.check(Params({**config, **test_set, "type": "own_deepspeed_loop"}))
     (line,) = errors_of({**config, **test_set, "type": "default"})
     assert line.startswith("'evaluate_on_test' with several workers")
     config["trainer"]["alpa"] = 1
@@ -327,10 +327,10 @@ def test_sparse_gradients_are_refused_by_their_key(model: Dict[str, Any], path: 
     (line,) = errors_of(config)
     assert line.startswith(f"'{path}")
     config["trainer"]["deepspeed_config"] = {"zero_optimization": {"stage": 0}}
-    preflight.check(Params(config))
+    train_command.check(Params(config))
 
 
 @pytest.mark.usefixtures("language_model")
 def test_a_softmax_that_is_not_sampled_has_no_sparse_gradients() -> None:
     model = {"type": "language_model", "num_samples": None, "sparse_embeddings": True}
-    preflight.check(Params({**experiment(), "model": model}))
+    train_command.check(Params({**experiment(), "model": model}))

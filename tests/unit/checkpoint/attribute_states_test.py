@@ -1,4 +1,4 @@
-"""A model goes on from what `module_states` has kept of it as if it had not stopped."""
+"""A model goes on from what `attribute_states` has kept of it as if it had not stopped."""
 
 import io
 from collections import Counter, defaultdict, deque
@@ -11,11 +11,11 @@ from allennlp.data import Vocabulary
 from allennlp.modules.seq2seq_encoders import LstmSeq2SeqEncoder
 from allennlp.training.metrics import CategoricalAccuracy, FBetaMeasure, Metric
 
-from allennlp_deepspeed.checkpoint.module_states import (
+from allennlp_deepspeed.checkpoint.attribute_states import (
+    attribute_states,
     changed_states,
     fingerprints,
-    load_module_states,
-    module_states,
+    load_attribute_states,
 )
 
 Batch = Tuple[Any, ...]
@@ -137,7 +137,7 @@ def test_containers_stay_what_they_were():
     for metric in model.metrics():
         for number in range(5):
             metric(number)
-    load_module_states(loaded, through_a_file(module_states(model)))
+    load_attribute_states(loaded, through_a_file(attribute_states(model)))
     for metric, expected in zip(loaded.metrics(), model.metrics(), strict=True):
         for name, attribute in vars(expected).items():
             assert type(getattr(metric, name)) is type(attribute)
@@ -158,7 +158,7 @@ def test_a_stateful_encoder_carries_its_state_on():
     model, loaded = encoder(), encoder()
     for batch in batches[:2]:
         model(batch, mask)
-    load_module_states(loaded, through_a_file(module_states(model)))
+    load_attribute_states(loaded, through_a_file(attribute_states(model)))
     assert isinstance(loaded._states, tuple)
     assert torch.equal(loaded(batches[2], mask), model(batches[2], mask))
 
@@ -175,7 +175,7 @@ def test_numbers_and_tensors_of_a_module_are_kept_and_constants_left_alone():
             self.vocab = vocabulary()
 
     model, loaded = Module(5, "old"), Module(0, "new")
-    load_module_states(loaded, through_a_file(module_states(model)))
+    load_attribute_states(loaded, through_a_file(attribute_states(model)))
     assert loaded.steps == 5
     assert torch.equal(loaded.history, model.history)
     assert torch.equal(loaded.weight, torch.zeros(2))
@@ -189,13 +189,13 @@ def test_what_has_changed_is_enough_for_a_metric(
 ):
     generator = torch.Generator().manual_seed(0)
     model = ModelWithMetric(construct)
-    before = fingerprints(module_states(model))
-    assert changed_states(module_states(model), before) == {}
+    before = fingerprints(attribute_states(model))
+    assert changed_states(attribute_states(model), before) == {}
     for arguments in [batch(generator), batch(generator)]:
         for metric in model.metrics():
             metric(*arguments)
     loaded = ModelWithMetric(construct)
-    load_module_states(loaded, through_a_file(changed_states(module_states(model), before)))
+    load_attribute_states(loaded, through_a_file(changed_states(attribute_states(model), before)))
     last = batch(generator)
     for metric, expected in zip(loaded.metrics(), model.metrics(), strict=True):
         metric(*last)
@@ -235,10 +235,10 @@ class Constants(torch.nn.Module):
 
 def test_constants_are_as_they_are_constructed_now():
     model, loaded = Constants(0), Constants(1)
-    before = fingerprints(module_states(model))
+    before = fingerprints(attribute_states(model))
     model.train_once()
-    states = through_a_file(changed_states(module_states(model), before))
-    load_module_states(loaded, states)
+    states = through_a_file(changed_states(attribute_states(model), before))
+    load_attribute_states(loaded, states)
     assert loaded.constants() == Constants(1).constants()
     assert loaded.steps == 1
     assert torch.equal(loaded.history, model.history) and (loaded.sums == model.sums).all()
@@ -247,15 +247,15 @@ def test_constants_are_as_they_are_constructed_now():
 
 def test_what_training_has_changed_back_is_as_it_was_constructed():
     model, loaded = Constants(0), Constants(0)
-    before = fingerprints(module_states(model))
+    before = fingerprints(attribute_states(model))
     model.train_once()
     model.steps = 0
-    load_module_states(loaded, through_a_file(changed_states(module_states(model), before)))
+    load_attribute_states(loaded, through_a_file(changed_states(attribute_states(model), before)))
     assert (loaded.steps, float(loaded.history[0])) == (0, 1.0)
 
 
 def test_modules_that_are_no_longer_there_are_left_out():
     model, loaded = torch.nn.Module(), torch.nn.Module()
     model.child = ModelWithMetric(CategoricalAccuracy)
-    load_module_states(loaded, through_a_file(module_states(model)))
+    load_attribute_states(loaded, through_a_file(attribute_states(model)))
     assert not list(loaded.children())

@@ -14,9 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
-from allennlp_deepspeed.language_modeling.dropped_parts import DroppedPart, find_dropped_part
-from allennlp_deepspeed.language_modeling.packing import Example
-from allennlp_deepspeed.language_modeling.responses import (
+from allennlp_deepspeed.language_modeling.conversation import (
     PROBE,
     Conversation,
     Response,
@@ -24,6 +22,8 @@ from allennlp_deepspeed.language_modeling.responses import (
     Span,
     common_prefix_length,
 )
+from allennlp_deepspeed.language_modeling.dropped_parts import DroppedPart, find_dropped_part
+from allennlp_deepspeed.language_modeling.packing import Example
 
 logger = logging.getLogger(__name__)
 

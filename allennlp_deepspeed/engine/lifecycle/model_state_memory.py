@@ -24,7 +24,7 @@ from allennlp_deepspeed.deepspeed_api import (
     DtypeEnum,
     FusedLion,
 )
-from allennlp_deepspeed.engine.optimizers.registered import LionOptimizer
+from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import LionOptimizer
 from allennlp_deepspeed.engine.parameters.shards import full_shape
 
 _FP32 = torch.float32.itemsize

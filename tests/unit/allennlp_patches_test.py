@@ -1,4 +1,4 @@
-"""Each shim of `allennlp_deepspeed.compat`, against what it works around."""
+"""Each shim of `allennlp_deepspeed.allennlp_patches`, against what it works around."""
 
 from pathlib import Path
 

@@ -17,10 +17,10 @@ from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.keys import did_you_mean, unregistered
+from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, unquoted, values_in
+from allennlp_deepspeed.config.key_declaration import did_you_mean, unregistered
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
-from allennlp_deepspeed.config.values import as_json, is_integer, is_number, unquoted, values_in
 
 # Of AllenNLP's train command, which doesn't pass them to the train loop.
 _OF_COMMAND = ("type", "distributed", "random_seed", "numpy_seed", "pytorch_seed")
