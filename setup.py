@@ -26,7 +26,7 @@ README = Path("README.md").read_text(encoding="utf-8")
 
 setup(
     name="allennlp-deepspeed",
-    version="0.2.0",
+    version="0.3.0",
     description="Train any AllenNLP model on DeepSpeed's engine, from its config file",
     # Without links to files of the repository, which lead nowhere from a page of PyPI's.
     long_description=re.sub(r"\[([^]]+)\]\((?!https?://)[^)]+\)", r"\1", README),
