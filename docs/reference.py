@@ -16,7 +16,7 @@ from allennlp_deepspeed.config.declared_keys import (
     DISTRIBUTED_KEYS,
     TRAINER_KEYS,
 )
-from allennlp_deepspeed.config.key_declaration import Key
+from allennlp_deepspeed.config.key_validation import Key
 from allennlp_deepspeed.language_modeling import (
     CausalLM,
     CausalLMPredictor,

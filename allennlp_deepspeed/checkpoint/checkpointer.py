@@ -43,10 +43,10 @@ from allennlp_deepspeed.checkpoint.selection import (
 from allennlp_deepspeed.checkpoint.trainer_protocol import TrainerProtocol, overridden
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import CHECKPOINTER_KEYS
-from allennlp_deepspeed.config.key_declaration import check_values
+from allennlp_deepspeed.config.key_validation import check_values
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
-from allennlp_deepspeed.engine.lifecycle import phases
+from allennlp_deepspeed.engine.lifecycle import profiler_ranges
 from allennlp_deepspeed.engine.optimizers.cpu_counterparts import adapt_loaded_states
 from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.process import collectives
@@ -180,7 +180,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             return super().resolve_class_name(name)
         return Checkpointer.resolve_class_name(name)
 
-    @phases.mark_phase(phases.SAVING)
+    @profiler_ranges.mark_phase(profiler_ranges.SAVING)
     @override
     def maybe_save_checkpoint(  # type: ignore[override]
         self,
@@ -661,6 +661,6 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     now = before * trainer_state["instances_per_step"] // instances_per_step
     progress["batches_in_epoch_completed"] = now
     if now != before:
-        # Read by `Progress`, and by `FastForward` if the checkpoint was saved in a validation.
+        # Read by `Progress`, and by `ResumeState` if the checkpoint was saved in a validation.
         progress["is_converted"] = True
         trainer_state["replay"].pop("train_metrics", None)  # some steps may be trained again

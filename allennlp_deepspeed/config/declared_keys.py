@@ -14,7 +14,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from allennlp_deepspeed.config.key_declaration import FORMER_KEYS, OBJECT, Key
+from allennlp_deepspeed.config.key_validation import FORMER_KEYS, OBJECT, Key
 from allennlp_deepspeed.config.structured_keys import (
     GradCacheSettings,
     SequenceTiling,

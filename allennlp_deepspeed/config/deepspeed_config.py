@@ -8,7 +8,7 @@ from typing_extensions import override
 from allennlp_deepspeed.config import resolution as config_resolution
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.json_types import as_json
-from allennlp_deepspeed.config.key_declaration import did_you_mean
+from allennlp_deepspeed.config.key_validation import did_you_mean
 from allennlp_deepspeed.config.schema_validation import ROOT, validate
 from allennlp_deepspeed.config.settings import ResolvedConfig, TrainerSettings
 

@@ -25,7 +25,7 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_global_batch_size,
     resolve_worker_batch_size,
 )
-from allennlp_deepspeed.config.key_declaration import did_you_mean
+from allennlp_deepspeed.config.key_validation import did_you_mean
 from allennlp_deepspeed.config.parameter_resharding import (
     check_partition_size,
     resolve_reshard_after_micro_batch,

@@ -22,7 +22,7 @@ from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import AfterValidator
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt, StrictBool
 
-from allennlp_deepspeed.config.key_declaration import did_you_mean
+from allennlp_deepspeed.config.key_validation import did_you_mean
 
 
 def _one_of(*known: str, spelling: Callable[[str], str] = str) -> AfterValidator:

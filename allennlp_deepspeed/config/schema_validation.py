@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import TRAINER_KEYS
 from allennlp_deepspeed.config.json_types import as_json, unquoted
-from allennlp_deepspeed.config.key_declaration import did_you_mean, explain
+from allennlp_deepspeed.config.key_validation import did_you_mean, explain
 from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.unsupported_keys import UNSUPPORTED
 from allennlp_deepspeed.deepspeed_api import ZERO_OPTIMIZATION

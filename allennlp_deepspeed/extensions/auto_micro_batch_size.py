@@ -21,7 +21,7 @@ from allennlp_deepspeed.checkpoint.attribute_states import (
     fingerprints,
     load_attribute_states,
 )
-from allennlp_deepspeed.engine.lifecycle.phases import DEVICE_SYNC, mark_phase
+from allennlp_deepspeed.engine.lifecycle.profiler_ranges import DEVICE_SYNC, mark_phase
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.random_states import random_states, set_random_states
 from allennlp_deepspeed.extensions.chunk_size import available_for_activations, find_chunk_size

@@ -13,7 +13,7 @@ from typing_extensions import override
 from allennlp_deepspeed.config.structured_keys import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.lifecycle.phases import BACKWARD, FORWARD, mark_phase, phase
+from allennlp_deepspeed.engine.lifecycle.profiler_ranges import BACKWARD, FORWARD, mark_phase, phase
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.random_states import (
     random_states,

@@ -10,9 +10,9 @@ from allennlp.predictors import Predictor
 from transformers import GenerationConfig, StoppingCriteria
 from typing_extensions import override
 
+from allennlp_deepspeed.language_modeling.assistant_spans import Conversation, Message
 from allennlp_deepspeed.language_modeling.causal_lm import CausalLM
 from allennlp_deepspeed.language_modeling.causal_lm_reader import CausalLMReader
-from allennlp_deepspeed.language_modeling.conversation import Conversation, Message
 from allennlp_deepspeed.language_modeling.end_tokens import end_tokens
 from allennlp_deepspeed.language_modeling.example_tokenizer import to_template_kwargs
 

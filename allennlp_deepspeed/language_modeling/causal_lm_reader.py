@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from allennlp_deepspeed.engine.process.collectives import world_size
 from allennlp_deepspeed.language_modeling import packing, pretrained
+from allennlp_deepspeed.language_modeling.assistant_spans import Conversation, Message
 from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
-from allennlp_deepspeed.language_modeling.conversation import Conversation, Message
 from allennlp_deepspeed.language_modeling.example_tokenizer import (
     ExampleTokenizer,
     to_template_kwargs,

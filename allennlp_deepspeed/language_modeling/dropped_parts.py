@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from typing import Any, Iterator, NamedTuple, Optional
 
-from allennlp_deepspeed.language_modeling.conversation import Conversation, Message
+from allennlp_deepspeed.language_modeling.assistant_spans import Conversation, Message
 
 # Words, without tags such as <think>, which a template may replace by others.
 _WORD = re.compile(r"<[^<>\s]*>|(\w+)")

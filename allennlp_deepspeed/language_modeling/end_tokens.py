@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 from transformers import PreTrainedTokenizerBase
 
-from allennlp_deepspeed.language_modeling.conversation import PROBE
+from allennlp_deepspeed.language_modeling.assistant_spans import PROBE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

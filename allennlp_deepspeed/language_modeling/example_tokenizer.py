@@ -13,8 +13,7 @@ from allennlp.common.checks import ConfigurationError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
-from allennlp_deepspeed.language_modeling.conversation import (
+from allennlp_deepspeed.language_modeling.assistant_spans import (
     PROBE,
     Conversation,
     Response,
@@ -22,6 +21,7 @@ from allennlp_deepspeed.language_modeling.conversation import (
     Span,
     common_prefix_length,
 )
+from allennlp_deepspeed.language_modeling.chunked_cross_entropy import IGNORED
 from allennlp_deepspeed.language_modeling.dropped_parts import DroppedPart, find_dropped_part
 from allennlp_deepspeed.language_modeling.packing import Example
 

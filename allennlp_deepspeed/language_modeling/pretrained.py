@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from allennlp_deepspeed import files
-from allennlp_deepspeed.config.key_declaration import did_you_mean
+from allennlp_deepspeed.config.key_validation import did_you_mean
 from allennlp_deepspeed.frozen_records import PretrainedWeightsError
 from allennlp_deepspeed.language_modeling.example_sizes import ExampleSizes, ModelLimits
 from allennlp_deepspeed.meta_model import is_without_weights

@@ -36,7 +36,7 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_grad_cache,
 )
 from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, values_in
-from allennlp_deepspeed.config.key_declaration import check_names, check_values, did_you_mean
+from allennlp_deepspeed.config.key_validation import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement_of_type
 from allennlp_deepspeed.config.schema_validation import lookup, validate
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name

@@ -13,7 +13,7 @@ from allennlp.common import Lazy, Params, cached_transformers, from_params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.json_types import as_json
-from allennlp_deepspeed.config.key_declaration import did_you_mean, unregistered
+from allennlp_deepspeed.config.key_validation import did_you_mean, unregistered
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement, replacement_of_list
 
 _MAX_LINES, _MAX_LENGTH = 6, 1_200

@@ -10,7 +10,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
 from allennlp_deepspeed.config.json_types import is_integer
-from allennlp_deepspeed.config.key_declaration import check_names, check_values
+from allennlp_deepspeed.config.key_validation import check_names, check_values
 from allennlp_deepspeed.launch.agent import Node
 
 # What others call the number of workers.

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as constants
 from allennlp_deepspeed.engine.process import network_interfaces, worker_failure
 from allennlp_deepspeed.engine.process.worker_failure import RendezvousError
 from allennlp_deepspeed.launch import rendezvous
-from allennlp_deepspeed.launch.launcher import LaunchedProcess
+from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
 
 # Between two looks of rank 0 at who has joined.
 _POLL_SECONDS = 0.02

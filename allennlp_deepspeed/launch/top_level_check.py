@@ -18,7 +18,7 @@ from allennlp.training.moving_average import MovingAverage
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, unquoted, values_in
-from allennlp_deepspeed.config.key_declaration import did_you_mean, unregistered
+from allennlp_deepspeed.config.key_validation import did_you_mean, unregistered
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 

@@ -25,7 +25,7 @@ from allennlp_deepspeed.config.json_types import is_integer
 from allennlp_deepspeed.engine.process import worker_failure
 from allennlp_deepspeed.launch import (
     error_messages,
-    launcher,
+    launcher_environment,
     node_comparison,
     nodes,
     preload,
@@ -40,7 +40,7 @@ from allennlp_deepspeed.launch.config_check import (
     worker_devices,
 )
 from allennlp_deepspeed.launch.console_lines import is_command, print_how_to_resume
-from allennlp_deepspeed.launch.launcher import LaunchedProcess
+from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
 from allennlp_deepspeed.reports.console_handler import ConsoleSettings, shown_on_console
 from allennlp_deepspeed_import_hook import process_setup
 
@@ -96,7 +96,7 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
     if is_command():
         _exclude_imports_from_collections()
     process_setup.prepare()
-    process = launcher.detect()
+    process = launcher_environment.detect()
     settings = _console_settings(arguments, process)
     with ExitStack() as stack:
         if process is None or process.local_rank == 0:
@@ -105,7 +105,7 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
             config = _checked_config(arguments, process)
             if not nodes.has_workers(config):
                 return worker.train(train_model, arguments, None)
-            if process is not None and launcher.is_worker(config, process):
+            if process is not None and launcher_environment.is_worker(config, process):
                 return _train_as_worker(train_model, arguments, process)
             node = nodes.local_node(config, arguments.get("node_rank", 0))
             node = replace(node, values=node_comparison.values_of_training(config))
@@ -140,7 +140,7 @@ def _checked_config(
     """Returns the checked config, with the launcher's values and those derived from other keys."""
     params = arguments["params"]
     if process is not None:
-        launcher.fill_distributed(params, process, arguments)
+        launcher_environment.fill_distributed(params, process, arguments)
     fill_derived_keys(params)
     check(params)
     check_devices(params.as_dict(quiet=True))

@@ -39,7 +39,7 @@ from allennlp_deepspeed.engine.process.sequence_groups import read_by_groups
 from allennlp_deepspeed.engine.process.single_process import as_single_process
 from allennlp_deepspeed.launch import (
     error_messages,
-    launcher,
+    launcher_environment,
     node_comparison,
     nodes,
     process_group,
@@ -48,7 +48,7 @@ from allennlp_deepspeed.launch import (
 from allennlp_deepspeed.launch.agent import Node, training_store
 from allennlp_deepspeed.launch.console_lines import announce_start_and_end
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock
-from allennlp_deepspeed.launch.launcher import LaunchedProcess
+from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
 from allennlp_deepspeed.launch.serialization_directory import (
     SerializationDirectory,
     create_once,
@@ -207,7 +207,7 @@ def _read_process(node: Node, node_rank: int) -> LaunchedProcess:
     """Returns the rank and addresses of this process."""
     # Elastic doesn't know `--node-rank`.
     rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
-    process = launcher.read_environment({**os.environ, "RANK": str(rank)})
+    process = launcher_environment.read_environment({**os.environ, "RANK": str(rank)})
     if node.num_nodes > 1:
         return process
     # A worker may have been killed while it wrote to that of the last start.

@@ -17,7 +17,7 @@ from allennlp.data.data_loaders import (
 )
 
 from allennlp_deepspeed.config.settings import fixed_size
-from allennlp_deepspeed.engine.lifecycle.phases import DATA, phase
+from allennlp_deepspeed.engine.lifecycle.profiler_ranges import DATA, phase
 from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from allennlp.data.data_loaders import TensorDict
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine.lifecycle import loss_scaling
-from allennlp_deepspeed.engine.lifecycle.phases import (
+from allennlp_deepspeed.engine.lifecycle.profiler_ranges import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,

@@ -12,7 +12,7 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
-from allennlp_deepspeed.engine.lifecycle.phases import BACKWARD, mark_phase
+from allennlp_deepspeed.engine.lifecycle.profiler_ranges import BACKWARD, mark_phase
 from allennlp_deepspeed.engine.parameters.gradient_reduction import (
     GradientAccumulator,
     GradientReducer,

@@ -5,7 +5,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.metric_tracker import MetricTracker
 from typing_extensions import override
 
-from allennlp_deepspeed.config.key_declaration import nearest
+from allennlp_deepspeed.config.key_validation import nearest
 from allennlp_deepspeed.engine.process import collectives
 
 

@@ -229,7 +229,7 @@ class StepMetrics:
         self._metrics_step = -1
 
     def start_epoch(self) -> None:
-        """Starts an epoch. Must be called before `FastForward` restores its losses."""
+        """Starts an epoch. Must be called before `ResumeState` restores its losses."""
         self._memory = _peak_memory()
         self.losses.start_epoch(self._model.get_regularization_penalty() is not None)
 

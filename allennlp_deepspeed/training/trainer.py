@@ -47,7 +47,7 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import (
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine.lifecycle import loss_scaling, phases
+from allennlp_deepspeed.engine.lifecycle import loss_scaling, profiler_ranges
 from allennlp_deepspeed.engine.lifecycle.moving_average import ShardedMovingAverage
 from allennlp_deepspeed.engine.lifecycle.optimizer_modes import OptimizerModes
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
@@ -90,7 +90,6 @@ from allennlp_deepspeed.training.construction import (
     keep_batches_on_cpu,
 )
 from allennlp_deepspeed.training.even_batches import with_even_batches
-from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.fixed_attributes import check_assignment, check_trainer
 from allennlp_deepspeed.training.gathered_evaluation import GatheredEvaluation
 from allennlp_deepspeed.training.gradient_step import GradientStep, clip_values
@@ -102,6 +101,7 @@ from allennlp_deepspeed.training.nan_loss import describe_nan_loss, describe_nan
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reduction_schedule import ReductionSchedule
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
+from allennlp_deepspeed.training.resume_state import ResumeState
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.step_metrics import StepMetrics
 from allennlp_deepspeed.training.step_status import StepStatus, all_reduce_status
@@ -237,7 +237,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 divides_batches=self._extensions.divides_batches,
                 report=self._report,
             )
-            self._fast_forward = self._construct_fast_forward()
+            self._resume_state = self._construct_resume_state()
             self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
             self._buffer_broadcast = BufferBroadcast(self.model, self.cuda_device)
             self._loss_of_validation = ValidationLoss(model)
@@ -287,7 +287,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             callbacks.append(CommsSummaryCallback(self._serialization_dir))
         return [*callbacks, self._report]
 
-    def _construct_fast_forward(self) -> FastForward:
+    def _construct_resume_state(self) -> ResumeState:
         history = ValidationHistory(
             self._progress,
             self._validation_data_loader,
@@ -296,7 +296,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             agree_on_interruption=self._agree_on_interruption,
         )
         checkpointer = self._checkpointer
-        return FastForward(
+        return ResumeState(
             self._progress,
             self.model,
             self._callbacks,
@@ -420,7 +420,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._primary and (is_compiled or self._progress.resume_point > PointInTime(0, 0)):
             self._skip_confidence_checks()
         self._check_validation_metric()
-        self._fast_forward.start_training()
+        self._resume_state.start_training()
         try:
             with (
                 self._save_if_metric_is_unknown(),
@@ -488,12 +488,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         except Exception as error:  # before the first call, of anything
             logger.info("get_metrics() of the model fails before the first step: %r", error)
             of_model = tracker.names
-            self._fast_forward.saves_during_validation = True
+            self._resume_state.saves_during_validation = True
         problem = tracker.describe_missing({*of_trainer, *of_model})
         if problem is not None and not has_metrics:
             raise ConfigurationError(problem)
         if problem is not None:
-            self._fast_forward.saves_during_validation = True
+            self._resume_state.saves_during_validation = True
             logger.warning("%s The model must add it by the end of the first validation.", problem)
 
     @contextmanager
@@ -507,7 +507,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         except UnknownMetricError as error:
             if self._checkpointer is None or not self._checkpointer.saves:
                 raise
-            self._fast_forward.interrupt_validation()
+            self._resume_state.interrupt_validation()
             self._checkpointer.save_before_exit(self, self._progress.point)
             raise ConfigurationError(f"{error.message}{HOW_TO_CONTINUE}") from error
 
@@ -547,7 +547,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         self._pytorch_model.train()
 
         logger.info("Training")
-        self._fast_forward.start_epoch()
+        self._resume_state.start_epoch()
         self._weight_change_detector.start_epoch()
         self._buffer_broadcast.find_buffers()
         # Once a run, even if it is interrupted.
@@ -559,7 +559,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             for group in groups:
                 if self._progress.is_fast_forwarding:
                     self._agree_on_interruption("while fast-forwarding to the checkpoint")
-                    self._fast_forward.skip_step()
+                    self._resume_state.skip_step()
                 else:
                     self._train_step(group, epoch)
                 progress_bar.update()
@@ -568,9 +568,9 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._step_metrics.finish_batch_metrics()
             if self._step_metrics.synchronization_interval.num_steps_since_log > 0:
                 self._stop_if_signaled(self._synchronize(epoch))
-        self._fast_forward.finish_steps()
+        self._resume_state.finish_steps()
         self._weight_change_detector.raise_if_changed()
-        return self._fast_forward.finish_epoch(self._step_metrics.epoch_metrics())
+        return self._resume_state.finish_epoch(self._step_metrics.epoch_metrics())
 
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
@@ -610,7 +610,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if status is not None:
             self._stop_if_signaled(status)
 
-    @phases.mark_phase(phases.CALLBACKS)
+    @profiler_ranges.mark_phase(profiler_ranges.CALLBACKS)
     def _call_on_batch(
         self,
         micro_batches: List[TensorDict],
@@ -694,7 +694,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
     @override
     def _validation_loss(self, epoch: int) -> Tuple[float, Optional[float], int]:
-        self._fast_forward.start_validation()
+        self._resume_state.start_validation()
         self._distributed_metrics.collect()
         self._buffer_broadcast.find_buffers()
         self._loss_of_validation.start()
@@ -710,14 +710,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         except TrainingInterrupted as interruption:
             # Here the moving average has been removed from the weights.
             if interruption.signal_number == signal.SIGTERM and self._checkpointer is not None:
-                self._fast_forward.interrupt_validation()
+                self._resume_state.interrupt_validation()
                 self._checkpointer.maybe_save_on_preemption(self, *self._progress.point)
             raise
         return result
 
     # What the ranks agree on
 
-    @phases.mark_phase(phases.DEVICE_SYNC)
+    @profiler_ranges.mark_phase(profiler_ranges.DEVICE_SYNC)
     def _synchronize(self, epoch: int) -> StepStatus:
         """
         Synchronizes with the device, updates the progress bar, and exchanges the ranks' state.
@@ -829,7 +829,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             "gradient_synchronization": self._gradient_synchronizer,
             "reshard_after_micro_batch": self._gradient_step.reshard_after_micro_batch,
             **self._extensions.parts(),
-            "replay": self._fast_forward,  # its name in the checkpoints of all versions
+            "replay": self._resume_state,  # its name in the checkpoints of all versions
         }
         return {name: part for name, part in parts.items() if part is not None}
 

@@ -33,7 +33,7 @@ from allennlp.training.optimizers import Optimizer
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import NEW_TRAINER_KEYS, TRAINER_KEYS
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
-from allennlp_deepspeed.config.key_declaration import check_values
+from allennlp_deepspeed.config.key_validation import check_values
 
 P = ParamSpec("P")
 T = TypeVar("T")

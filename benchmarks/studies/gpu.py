@@ -35,7 +35,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple
 
 import torch
 
-from allennlp_deepspeed.engine.lifecycle.phases import DEVICE_SYNC, PREFIX
+from allennlp_deepspeed.engine.lifecycle.profiler_ranges import DEVICE_SYNC, PREFIX
 from benchmarks.contenders import DECODER_CONTENDERS
 from benchmarks.contenders.ours import Ours, OursWith
 from benchmarks.contenders.random_texts import RandomTexts

@@ -30,7 +30,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.launch import process_group
-from allennlp_deepspeed.launch.launcher import LaunchedProcess
+from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
 from benchmarks.harness import report
 from tests.support import workers
 from tests.support.communication import CommunicationCounter, Traffic

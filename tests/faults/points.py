@@ -27,9 +27,9 @@ from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
-from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.gradient_step import GradientStep
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.training.resume_state import ResumeState
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_TEST_FAULT"
@@ -175,7 +175,7 @@ def install(points: FaultPoints) -> None:
     within(CheckpointDirectory, "clean_up", "clean_up")
 
     before(FileCheckpointEngine, "load", "load")
-    before(FastForward, "skip_step", "catching_up")
+    before(ResumeState, "skip_step", "catching_up")
     before(DeepSpeedTrainer, "batch_outputs", "forward")
     before(DeepSpeedEngine, "backward", "backward")
     before(GradientStep, "_step_engine", "step")

@@ -102,7 +102,7 @@ MUTATIONS = [
         ("integration/parameters_test.py::test_a_loss_of_nan_is_what_is_shown_where_there_is_one",),
     ),
     Mutation(
-        "training/fast_forward.py",
+        "training/resume_state.py",
         'set_random_states(state["random_states"])',
         "pass",
         (

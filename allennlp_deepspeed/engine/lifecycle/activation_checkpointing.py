@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import TRAINER_KEYS
-from allennlp_deepspeed.config.key_declaration import check_values
+from allennlp_deepspeed.config.key_validation import check_values
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.process.random_states import (

@@ -19,7 +19,7 @@ from allennlp.training.optimizers import (
     Optimizer,
 )
 
-from allennlp_deepspeed.config.key_declaration import unregistered
+from allennlp_deepspeed.config.key_validation import unregistered
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import (

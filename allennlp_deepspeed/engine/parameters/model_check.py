@@ -9,9 +9,9 @@ from torch.nn.parameter import is_lazy
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.parameters.overlapping_storage import STAGE_0, check_memory
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.parameters.shards import full_shape
-from allennlp_deepspeed.engine.parameters.shared_memory import STAGE_0, check_memory
 from allennlp_deepspeed.engine.process import collectives
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -37,7 +37,7 @@ from allennlp_deepspeed.deepspeed_api import zero
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.parameters.memory_format import support_any_layout
 from allennlp_deepspeed.engine.parameters.model_check import has_precision
-from allennlp_deepspeed.engine.parameters.shared_memory import shared_memory
+from allennlp_deepspeed.engine.parameters.overlapping_storage import shared_memory
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.process_environment import process_environment
 from allennlp_deepspeed.engine.zero3.module_hooks import stage_3_environment

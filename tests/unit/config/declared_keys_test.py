@@ -11,7 +11,7 @@ from allennlp.training import Checkpointer
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import CHECKPOINTER_KEYS, TRAINER_KEYS, may_change
-from allennlp_deepspeed.config.key_declaration import check_values
+from allennlp_deepspeed.config.key_validation import check_values
 from docs.reference import PATH, reference
 
 

@@ -11,7 +11,7 @@ from allennlp_deepspeed.config.declared_keys import (
     INHERITED_TRAINER_KEYS,
     TRAINER_KEYS,
 )
-from allennlp_deepspeed.config.key_declaration import FORMER_KEYS, check_names, check_values
+from allennlp_deepspeed.config.key_validation import FORMER_KEYS, check_names, check_values
 from tests.unit.config.config_test import ADAMW, STAGE_0, WITHOUT_BF16, refusal
 
 Expect = Callable[[str], None]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from allennlp_deepspeed.engine.process import worker_failure
-from allennlp_deepspeed.launch import error_messages, launcher, process_group
+from allennlp_deepspeed.launch import error_messages, launcher_environment, process_group
 
 TIMEOUT = 2
 
@@ -37,7 +37,7 @@ def join(rank: int, port: int, is_killed: bool, results: Any) -> None:
     worker_failure.start_reporting(error_messages.config_error_message, lambda error: [])
     try:
         with mock.patch.object(dist, "init_process_group", end if is_killed else join_group):
-            process_group.start(launcher.read_environment(os.environ), -1, 20, TIMEOUT)
+            process_group.start(launcher_environment.read_environment(os.environ), -1, 20, TIMEOUT)
         ranks = [None, None]
         dist.all_gather_object(ranks, rank)
         # DeepSpeed's groups have the time limit, too.

@@ -8,7 +8,7 @@ from allennlp.training import Checkpointer, GradientDescentTrainer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.config.declared_keys import CHECKPOINTER_KEYS, TRAINER_KEYS
-from allennlp_deepspeed.config.key_declaration import Key
+from allennlp_deepspeed.config.key_validation import Key
 
 # Objects, which a config file and Python give in different ways.
 OBJECTS = {"checkpointer", "deepspeed_config", "optimizer"}

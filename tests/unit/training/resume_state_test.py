@@ -7,8 +7,8 @@ from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
-from allennlp_deepspeed.training.fast_forward import FastForward
 from allennlp_deepspeed.training.progress import Progress
+from allennlp_deepspeed.training.resume_state import ResumeState
 from allennlp_deepspeed.training.running_loss import RunningLoss
 from allennlp_deepspeed.training.validation_history import ValidationHistory
 
@@ -24,24 +24,24 @@ class Remembering(TrainerCallback):
         self.seen = state_dict["seen"]
 
 
-def fast_forward(*callbacks: TrainerCallback) -> FastForward:
+def resume_state(*callbacks: TrainerCallback) -> ResumeState:
     progress = Progress()
     history = ValidationHistory(progress, [], torch.device("cpu"), False, lambda where: None)
     model: Any = torch.nn.Module()
-    return FastForward(progress, model, list(callbacks), RunningLoss(), history, False)
+    return ResumeState(progress, model, list(callbacks), RunningLoss(), history, False)
 
 
 def test_a_callback_of_the_trainers_own_may_come_and_go_with_its_key() -> None:
     before, after = EpochMetricsCallback(""), EpochMetricsCallback("")
     before.metrics = {"loss": 0.5}
-    with_summary = fast_forward(Remembering(3.0), CommsSummaryCallback(""), before)
+    with_summary = resume_state(Remembering(3.0), CommsSummaryCallback(""), before)
     remembering = Remembering(0.0)
-    without = fast_forward(remembering, after)
+    without = resume_state(remembering, after)
     without.load_state_dict(with_summary.state_dict())
     assert (remembering.seen, after.metrics) == (3.0, {"loss": 0.5})
     remembering.seen = 4.0
     again = Remembering(0.0)
-    fast_forward(again, CommsSummaryCallback(""), EpochMetricsCallback("")).load_state_dict(
+    resume_state(again, CommsSummaryCallback(""), EpochMetricsCallback("")).load_state_dict(
         without.state_dict()
     )
     assert again.seen == 4.0

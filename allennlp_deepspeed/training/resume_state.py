@@ -25,7 +25,7 @@ from allennlp_deepspeed.training.validation_history import ValidationHistory
 logger = logging.getLogger(__name__)
 
 
-class FastForward:
+class ResumeState:
     """
     Restores a worker to its state at a checkpoint, so that training continues as if it had never
     been interrupted. Earlier epochs are read again but not trained, as in AllenNLP, because readers

@@ -9,7 +9,12 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.launch import nodes
 from allennlp_deepspeed.launch.agent import Node
-from allennlp_deepspeed.launch.launcher import LaunchedProcess, detect, fill_distributed, is_worker
+from allennlp_deepspeed.launch.launcher_environment import (
+    LaunchedProcess,
+    detect,
+    fill_distributed,
+    is_worker,
+)
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
