@@ -297,7 +297,7 @@ def end_forward_pass(model: torch.nn.Module) -> None:
     Marks a forward pass that has raised as ended, so that parameters read from a module aren't
     gathered.
     """
-    if getattr(model._parameters, "_in_forward", False):
+    if getattr(model._parameters, "_in_forward", False):  # plain dictionaries at other stages
         for module in model.modules():
             if isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
                 module._parameters._in_forward = False

@@ -1,5 +1,11 @@
 """
-Starts the process group of a training.
+Starts the process group of a training. Its ranks use these stores:
+
+- *Of the ranks*: where they find each other. It ends with the workers, or outlives them if a
+  launcher restarts them.
+- *Of a start*: a part of it for one start of the workers, with the default group and failures.
+- *Of the training*: outlives all starts. It says whether the training has begun. A node's agent has
+  it in a file, several have it in their rendezvous store. Without agents it is that of the ranks.
 """
 
 import os
