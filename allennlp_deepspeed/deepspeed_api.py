@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
 )
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_set_local_fp32_param,
@@ -47,6 +48,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOptimizer",
     "DtypeEnum",
     "EngineConfig",
     "FP16_Optimizer",

@@ -1,6 +1,6 @@
 """
 Collects the settings that DeepSpeed's configuration is filled from: keys of the trainer, which
-`own_keys` declares, and facts of the data, the optimizer and the machine.
+`declared_keys` declares, and facts of the data, the optimizer and the machine.
 """
 
 from dataclasses import dataclass, fields, replace

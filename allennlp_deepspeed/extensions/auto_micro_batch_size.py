@@ -247,7 +247,7 @@ def _restore_state(model: Model) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    of_users = [
+    user_states = [
         (module, copy.deepcopy(module.get_extra_state()))
         for module in model.modules()
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state
@@ -261,7 +261,7 @@ def _restore_state(model: Model) -> Iterator[None]:
                 buffer.copy_(value)
             module._buffers[name] = buffer
         load_attribute_states(model, changed_states(states, fingerprints(attribute_states(model))))
-        for module, extra_state in of_users:
+        for module, extra_state in user_states:
             module.set_extra_state(extra_state)
         set_random_states(random)
 

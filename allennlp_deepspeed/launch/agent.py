@@ -67,8 +67,8 @@ UNGUARDED = (
 # Seconds between two checks of the workers.
 _MONITOR_SECONDS = 0.1
 
-# Seconds from the failure of a worker to SIGTERM for the others, and from SIGTERM to SIGKILL: more
-# in sum than the 5 in which `worker_failure` waits for the cause, where the process isn't killed.
+# Seconds from the failure of a worker to SIGTERM for the others, and from SIGTERM to SIGKILL. In
+# `worker_failure`, SIGTERM ends a worker that waits for the cause.
 _SHUTDOWN_SECONDS = 3
 
 # Seconds from the end of a node's workers to that of the last node's. They exit together.

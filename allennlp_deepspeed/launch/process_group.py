@@ -1,11 +1,12 @@
 """
-Starts the process group of a training. Its ranks use these stores:
+Starts the process group of a training. Its ranks use three stores:
 
-- *Of the ranks*: where they find each other. It ends with the workers, or outlives them if a
-  launcher restarts them.
-- *Of a start*: a part of it for one start of the workers, with the default group and failures.
-- *Of the training*: outlives all starts. It says whether the training has begun. A node's agent has
-  it in a file, several have it in their rendezvous store. Without agents it is that of the ranks.
+- The ranks find each other in the *rank store*. A launcher that restarts the workers keeps it.
+- The *store of a start* is the part of the rank store for one start of the workers. It has the
+  default group and the failures.
+- The *store of the training* outlives all starts, and says whether the training has begun. A single
+  agent has it in a file, and several agents in their rendezvous store. Without an agent the rank
+  store is used.
 """
 
 import os

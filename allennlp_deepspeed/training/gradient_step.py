@@ -1,5 +1,6 @@
+import math
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Tuple, Union
 
 import torch
 from allennlp.data.data_loaders import TensorDict
@@ -97,6 +98,9 @@ class GradientStep:
         """The number of micro-batches by which the losses of the step are divided."""
         self.has_failed = False
         """Whether the engine has left out a step where no loss scale explains it."""
+        self._checked_parameters: List[torch.nn.Parameter] = []
+        if not loss_scaling.skips_non_finite(self._engine, self.scaler):
+            self._checked_parameters = _finite_parameters(self._engine.module)
         self.reshard_after_micro_batch = reshard_after_micro_batch
         """Whether ZeRO-3 parameters are gathered again for each micro-batch."""
 
@@ -233,34 +237,35 @@ class GradientStep:
         )
         return norm if self.scaler is None else norm / self.scaler.get_scale()
 
-    def check(self, num_steps: int) -> None:
+    def has_non_finite_gradients(self) -> bool:
         """
-        Checks that the last step was applied, and left no NaN in the weights. It synchronizes with
-        the device. Must be called before weights are saved.
+        Returns whether the last step was left out because of its gradients, or if the engine leaves
+        out none, whether this rank's weights aren't finite anymore. It synchronizes with the
+        device.
+        """
+        if self.has_failed or not self._checked_parameters:
+            return self.has_failed
+        weights = [parameter.detach() for parameter in self._checked_parameters]
+        # Unlike the 2-norm, it is finite if all elements are.
+        largest = torch.nn.utils.get_total_norm(weights, norm_type=math.inf)
+        return not math.isfinite(largest)
+
+    def raise_error(self, num_steps: int) -> NoReturn:
+        """
+        Raises an error. Every rank must call it if any `has_non_finite_gradients`.
 
         # Parameters
 
         num_steps : `int`, required.
             The number of optimizer steps of all epochs, including the last.
-
-        # Raises
-
-        `NotANumberError`
-            If the last step has been skipped, or where the engine doesn't skip any, if a trainable
-            parameter has a NaN.
         """
-        if self.has_failed or (self._engine.optimizer is self._optimizer and self._has_nan()):
-            raise NotANumberError(
-                f"NaN or infinite gradients encountered at global step {num_steps}, "
-                "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the "
-                "model's constructor finds the operation, for example a square root, a norm or a "
-                "division at 0. If the gradients are only too large for their norm, lower the "
-                "learning rate."
-            )
-
-    def _has_nan(self) -> bool:
-        trainable = [p.detach() for p in self._engine.module.parameters() if p.requires_grad]
-        return bool(torch.nn.utils.get_total_norm(trainable).isnan())
+        when = "at" if self.has_failed else "at or before"
+        raise NotANumberError(
+            f"NaN or infinite gradients encountered {when} global step {num_steps}, although no "
+            "loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's constructor "
+            "finds the operation, for example a square root, a norm or a division at 0. If the "
+            "gradients are only too large for their norm, lower the learning rate."
+        )
 
     def pop_metrics(self) -> OptimizerMetrics:
         """
@@ -281,6 +286,12 @@ class GradientStep:
         """
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return None if norm is None else float(norm)
+
+
+def _finite_parameters(model: torch.nn.Module) -> List[torch.nn.Parameter]:
+    """Returns the trainable parameters without the NaN or infinity that a model may begin with."""
+    parameters = [p for p in model.parameters() if p.requires_grad and p.numel() > 0]
+    return [parameter for parameter in parameters if parameter.isfinite().all()]
 
 
 def _check_requires_gradient(loss: torch.Tensor) -> None:

@@ -38,11 +38,11 @@ class GradientSynchronizer:
     gradient accumulation boundary, so that short groups of micro-batches and groups of different
     lengths end where the trainer decides and not where the engine has counted to.
 
-    Deferred gradients are accumulated locally and unsharded: on their parameters, where the next
-    pass that may reduce launches their reduction while it runs, so that they overlap if
-    `overlap_comm` is on; or in `GradientAccumulator`, if DeepSpeed accumulates in another type,
-    from which they are reduced after the pass. So are those of parameters that the pass doesn't
-    use.
+    Deferred gradients are accumulated locally and unsharded. If they stay on their parameters, the
+    next pass that may reduce launches their reduction while it runs, and they overlap if
+    `overlap_comm` is on. If DeepSpeed accumulates in another type, they are in
+    `GradientAccumulator`, and are reduced after the pass. Gradients of parameters that the pass
+    doesn't use are reduced after it in any case.
 
     DeepSpeed itself reduces gradients in the order in which they are computed, and fills its
     buckets in that order. It may differ between ranks: an LSTM's depends on whether all sequences

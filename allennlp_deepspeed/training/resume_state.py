@@ -167,7 +167,7 @@ class ResumeState:
         if self.saves_during_validation:
             self._before_validation = {
                 "random_states": random_states(),
-                "modules": self._module_states(),
+                "modules": self._attribute_states(),
                 "train_metrics": metrics,
                 **copy.deepcopy(self._callback_states()),
             }
@@ -193,14 +193,14 @@ class ResumeState:
             "running_loss": self._running_loss.state_dict() if steps > 0 else None,
             "steps_of_running_loss": steps,
             "random_states": random_states(),
-            "modules": self._module_states(),
+            "modules": self._attribute_states(),
             **self._callback_states(),
         }
         if self._is_validating and self._before_validation is not None:
             state.update(self._before_validation)
         return state
 
-    def _module_states(self) -> Dict[str, Any]:
+    def _attribute_states(self) -> Dict[str, Any]:
         return changed_states(attribute_states(self._model), self._initial_fingerprints or {})
 
     def _callback_states(self) -> Dict[str, Any]:

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL = 1.0  # seconds
 
-# Seconds between two logs of the losses if the config has no number of steps, and the maximum
+# Seconds between two synchronizations if the config has no number of steps, and the maximum
 # number of steps between them, in case that steps become much slower.
-_LOGGING_INTERVAL = 1.0
+_SECONDS = 1.0
 _MAX_STEPS = 100
 
 _CHANGES = (
@@ -78,41 +78,41 @@ class SynchronizationInterval:
     # Parameters
 
     num_steps : `int`, optional (default = `None`)
-        The number of steps from one log to the next. `None` means the number of steps that take
-        a second, at most 100.
+        The number of steps from one synchronization to the next. `None` means the number of steps
+        that take a second, at most 100.
     """
 
     def __init__(self, num_steps: Optional[int] = None) -> None:
         self._fixed_num_steps = num_steps
-        self._num_steps = num_steps or 1
-        self._num_steps_since_log = 0
+        self._length = num_steps or 1
+        self._num_steps = 0
         self._start_time = time.monotonic()
 
     @property
-    def num_steps_since_log(self) -> int:
-        """Returns the number of steps since the last log."""
-        return self._num_steps_since_log
+    def num_steps(self) -> int:
+        """Returns the number of steps since the last synchronization."""
+        return self._num_steps
 
     @property
     def is_every_step(self) -> bool:
-        """Returns whether the config logs every step."""
+        """Returns whether the ranks synchronize after every step."""
         return self._fixed_num_steps == 1
 
     def start_epoch(self) -> None:
         """
-        Restarts the clock after a pause in training. Must be called when all steps have been
-        logged.
+        Restarts the clock after a pause in training. Must be called when the ranks have
+        synchronized after the last step.
         """
         self._start_time = time.monotonic()
 
     def finish_step(self) -> bool:
-        """Counts a step. Returns whether it is to be logged."""
-        self._num_steps_since_log += 1
-        return self._num_steps_since_log >= self._num_steps
+        """Counts a step. Returns whether the ranks synchronize after it."""
+        self._num_steps += 1
+        return self._num_steps >= self._length
 
     def seconds_per_step(self) -> float:
-        """Returns the seconds per step on this rank since the last log."""
-        return (time.monotonic() - self._start_time) / max(self._num_steps_since_log, 1)
+        """Returns the seconds per step on this rank since the last synchronization."""
+        return (time.monotonic() - self._start_time) / max(self._num_steps, 1)
 
     def start_next(self, seconds_per_step: float) -> None:
         """
@@ -124,9 +124,9 @@ class SynchronizationInterval:
             The seconds of the slowest rank, so that all ranks read after the same steps.
         """
         if self._fixed_num_steps is None:
-            fitting = int(_LOGGING_INTERVAL / max(seconds_per_step, _LOGGING_INTERVAL / _MAX_STEPS))
-            self._num_steps = max(1, fitting)
-        self._num_steps_since_log = 0
+            fitting = int(_SECONDS / max(seconds_per_step, _SECONDS / _MAX_STEPS))
+            self._length = max(1, fitting)
+        self._num_steps = 0
         self._start_time = time.monotonic()
 
 
@@ -317,7 +317,7 @@ class StepMetrics:
         self._progress_bar.set_description(
             training_util.description_from_metrics(metrics), refresh=False
         )
-        num_steps = self.synchronization_interval.num_steps_since_log
+        num_steps = self.synchronization_interval.num_steps
         interval = IntervalMetrics(
             num_steps=num_steps,
             seconds=num_steps * seconds_per_step,

@@ -19,6 +19,8 @@ class StepStatus(NamedTuple):
         Whether the ranks called metrics that communicate in different orders.
     signal_number : `int`
         The maximum over all ranks, 0 if none has received a signal.
+    has_non_finite_gradients : `bool`
+        Whether gradients were NaN or infinite on any rank, although no loss was.
     is_time_to_save : `bool`
         Whether a checkpoint is due by the clock of rank 0.
     has_changed_weights : `bool`
@@ -31,6 +33,7 @@ class StepStatus(NamedTuple):
     ranks_differ: bool
     metric_calls_differ: bool
     signal_number: int
+    has_non_finite_gradients: bool
     is_time_to_save: bool
     has_changed_weights: bool
     seconds_per_step: float
@@ -42,12 +45,13 @@ def all_reduce_status(
     used_parameters_checksum: int,
     metric_calls_checksum: int,
     signal_number: int,
+    has_non_finite_gradients: bool,
     is_time_to_save: bool,
     has_changed_weights: bool,
     seconds_per_step: float,
 ) -> StepStatus:
     """
-    Exchanges the ranks' information on the steps in one collective of 72 bytes. Every rank must
+    Exchanges the ranks' information on the steps in one collective of 80 bytes. Every rank must
     call it. It synchronizes with the device.
 
     # Parameters
@@ -60,20 +64,22 @@ def all_reduce_status(
 
     The others are those of `StepStatus`, on this rank.
     """
-    values = (steps_since_nan, signal_number, is_time_to_save, has_changed_weights)
+    values = (steps_since_nan, signal_number)
+    flags = (has_non_finite_gradients, is_time_to_save, has_changed_weights)
     checksums = (used_parameters_checksum, metric_calls_checksum)
     # One maximum over the ranks: those of a checksum and of its negative are the maximum and the
     # minimum.
-    numbers = (seconds_per_step, *values, *checksums, *(-checksum for checksum in checksums))
-    seconds, since_nan, signal_, is_time, has_changed, *extremes = collectives.all_reduce_max(
-        list(map(float, numbers)), device, dtype=torch.float64
-    )
-    largest_used, largest_calls, smallest_used, smallest_calls = extremes
+    extremes = (*checksums, *(-checksum for checksum in checksums))
+    numbers = list(map(float, (seconds_per_step, *values, *flags, *extremes)))
+    maxima = collectives.all_reduce_max(numbers, device, dtype=torch.float64)
+    seconds, since_nan, signal_, is_non_finite, is_time, has_changed, *extrema = maxima
+    largest_used, largest_calls, smallest_used, smallest_calls = extrema
     return StepStatus(
         steps_since_nan=int(since_nan),
         ranks_differ=largest_used != -smallest_used,
         metric_calls_differ=largest_calls != -smallest_calls,
         signal_number=int(signal_),
+        has_non_finite_gradients=bool(is_non_finite),
         is_time_to_save=bool(is_time),
         has_changed_weights=bool(has_changed),
         seconds_per_step=seconds,

@@ -57,7 +57,7 @@ class SyncPhase:
         self.is_last = True
         """Whether the micro-batch is the last of the step."""
         self.has_gradients = False
-        """Whether the step has a gradient on this rank, or zeros in the place of one."""
+        """Whether the step has a gradient on this rank, or zeros instead of one."""
         self.has_reduced = False
         """Whether an earlier micro-batch of the step has reduced gradients."""
         self._accumulates_apart = accumulates_apart

@@ -566,7 +566,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._progress.has_dropped_batches |= warns and groups.has_dropped
 
             self._step_metrics.finish_batch_metrics()
-            if self._step_metrics.synchronization_interval.num_steps_since_log > 0:
+            if self._step_metrics.synchronization_interval.num_steps > 0:
                 self._stop_if_signaled(self._synchronize(epoch))
         self._resume_state.finish_steps()
         self._weight_change_detector.raise_if_changed()
@@ -575,7 +575,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def _train_step(self, group: BatchGroup, epoch: int) -> None:
         """One optimizer step, from the micro-batches to the checkpoint."""
         micro_batches, num_accumulation_steps, num_dummy_batches = self._extensions.divide(group)
-        # Of a `ContrastiveModel`, whose loss is about the batches of all ranks.
+        # A `ContrastiveModel` computes its loss over the batches of all ranks, dummy ones included.
         if getattr(self.model, "has_loss_of_all_ranks", False):
             num_accumulation_steps = len(micro_batches)
         self._step_metrics.start_step(num_accumulation_steps, group.micro_batches)
@@ -726,7 +726,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         # Raises
 
         `NotANumberError`
-            On every rank, if the loss of any rank was NaN, or gradients in fp32 and bf16.
+            On every rank, if the loss of any rank was NaN, or in fp32 and bf16 its gradients were
+            NaN or infinite.
         `RuntimeError`
             On every rank, if ranks used different parameters where that makes gradients wrong, or
             if weights have been changed where the change is lost.
@@ -743,6 +744,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             used_parameters_checksum=self._gradient_synchronizer.used_parameters_checksum(),
             metric_calls_checksum=self._distributed_metrics.calls_checksum,
             signal_number=self._interruption.signal_number,
+            has_non_finite_gradients=self._gradient_step.has_non_finite_gradients(),
             is_time_to_save=self._checkpointer is not None
             and torch.distributed.get_rank() == 0
             and self._checkpointer.is_time_to_save(),
@@ -755,10 +757,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     self, epoch, status.steps_since_nan, own_steps_since_nan, losses.nan_terms
                 )
             )
-        self._gradient_step.check(self._progress.total_batches_completed)
+        if status.has_non_finite_gradients:
+            self._gradient_step.raise_error(self._progress.total_batches_completed)
         if status.ranks_differ:
             raise RuntimeError(
-                f"In one of the last {interval.num_steps_since_log} steps the workers used "
+                f"In one of the last {interval.num_steps} steps the workers used "
                 "different parameters of the model, whose gradients DeepSpeed can't reduce during "
                 'the backward pass. Write "distributed": {"ddp_accelerator": {"type": "torch", '
                 '"find_unused_parameters": true}, ...}.'
@@ -865,6 +868,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._ddp_wrapped_model.check_optimizer_states()
             return
         self._weight_change_detector.snapshot()
+        self._num_steps_before_epoch = self.engine.global_steps
         parts = self.parts()
         missing = [name for name in parts if name not in state.trainer_state]
         if set(missing) - _OPTIONAL_PARTS - set(self._extensions.parts()):

@@ -318,20 +318,36 @@ def test_a_loss_of_nan_ends_with_one_paragraph(
     expect_message(message)
 
 
+ONE_PROCESS: Config = {"distributed": None, "trainer.cuda_device": -1}
+UNCHECKED: Config = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
+
+
 @pytest.mark.parametrize(
-    "changes, optimizer",
-    [({}, "sgd"), ({"distributed": None, "trainer.cuda_device": -1}, "adam")],
-    ids=["two workers", "one process"],
+    "stage, sections, optimizer, of_gradient, changes",
+    [
+        (0, {}, "sgd", "nan", {}),
+        (0, {}, "adam", "nan", ONE_PROCESS),
+        (0, {}, "sgd", "inf", ONE_PROCESS),
+        (2, UNCHECKED, "sgd", "nan", {}),
+        (1, {"bf16": {"enabled": True, "check_grad_overflow": False}}, "adam", "nan", {}),
+    ],
 )
 def test_a_step_that_leaves_nan_in_the_weights_is_not_saved(
-    tmp_path: Path, changes: Config, optimizer: str
+    tmp_path: Path,
+    stage: int,
+    sections: Config,
+    optimizer: str,
+    of_gradient: str,
+    changes: Config,
 ):
-    nan = {"type": "nan_tagger", "rank": 0, "pass_number": 3, "in_training": True}
-    overrides = {f"model.{key}": value for key, value in nan.items()}
-    overrides["trainer.optimizer"] = {"type": optimizer, "lr": 0.01}
-    config = tagger(
-        0, {**overrides, "trainer.callbacks": [], "model.is_in_gradient": True}, changes
-    )
+    overrides = {
+        "model.type": "nan_tagger",
+        **{"model.rank": 0, "model.pass_number": 3, "model.in_training": True},
+        "model.of_gradient": of_gradient,
+        "trainer.optimizer": {"type": optimizer, "lr": 0.01},
+        "trainer.callbacks": [],
+    }
+    config = deepspeed(load_config("tagger", TWO_WORKERS, overrides, changes), stage, **sections)
     config["trainer"]["checkpointer"] = {"save_every_num_batches": 1}
     run = train(config, tmp_path)
     assert run.returncode == 1 and "Traceback" not in run.output, run.output[-6000:]

@@ -261,6 +261,7 @@ def test_nan_gradients_of_a_finite_loss_end_the_training(
         stage,
         world_size,
         deepspeed_config=settings[precision],
+        log_every_num_steps=1,
     )
     (message,) = set(side.on_all_ranks(error_of_training))
     expect_message(message)

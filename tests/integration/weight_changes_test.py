@@ -12,6 +12,7 @@ from allennlp.models import Model
 from allennlp.modules import Embedding
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
+from deepspeed import zero
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedTrainer
@@ -286,6 +287,29 @@ def test_a_change_on_one_rank_is_an_error_on_all(stage: int):
     first, second = side.on_all_ranks(_error_of_training)
     assert "on another rank" in first
     assert "'online.weight'" in second
+
+
+class ChangeBeforeBackward(TrainerCallback):
+    """Changes weights between the passes of the first step, where PyTorch doesn't count it."""
+
+    def on_backward(self, trainer, *args: Any, **kwargs: Any) -> bool:
+        if trainer.progress.total_batches_completed == 0:
+            with zero.GatheredParameters([trainer.model.online.weight], modifier_rank=0):
+                trainer.model.online.weight.data.clamp_(-0.1, 0.1)
+        return False
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_change_after_a_release_is_an_error(world_size: int):
+    side = Side(
+        _target_network,
+        _vectors,
+        3,
+        world_size=world_size,
+        zero={"stage3_param_persistence_threshold": 0},
+        callbacks=lambda: [ChangeBeforeBackward("")],
+    )
+    assert any("'online.weight'" in message for message in side.on_all_ranks(_error_of_training))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -9,7 +9,12 @@ from typing import Any, Iterator, List, Optional
 
 import torch
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, FP16_Optimizer, FP16_UnfusedOptimizer
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedEngine,
+    DeepSpeedZeroOptimizer,
+    FP16_Optimizer,
+    FP16_UnfusedOptimizer,
+)
 from allennlp_deepspeed.engine import internals
 
 
@@ -96,6 +101,26 @@ def grad_scaler(engine: DeepSpeedEngine) -> Optional[torch.amp.GradScaler]:
     """
     scaler = internals.autocast_grad_scaler(engine)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def skips_non_finite(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> bool:
+    """
+    Returns whether the engine skips a step with gradients that aren't finite. At stages 1 and 2
+    this depends on `zero_optimization.compute_grad_norm` and `bf16.check_grad_overflow`.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    scaler : `Optional[torch.amp.GradScaler]`, required.
+        The engine's `grad_scaler`.
+    """
+    optimizer = engine.optimizer
+    if optimizer is engine.basic_optimizer:
+        return scaler is not None
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return True
+    checks_norm = optimizer.compute_grad_norm and optimizer.dtype != torch.bfloat16
+    return bool(checks_norm or optimizer.check_grad_overflow)
 
 
 def scale(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> Optional[float]:

@@ -36,10 +36,10 @@ def check_memory(model: torch.nn.Module, where: str) -> None:
                 break
             is_trained = tensor.requires_grad or other.requires_grad
             if is_trained and _share_elements(tensor, other):
-                raise shared_memory(name, other_name, where)
+                raise overlapping_storage_error(name, other_name, where)
 
 
-def shared_memory(name: str, other_name: str, where: str) -> ConfigurationError:
+def overlapping_storage_error(name: str, other_name: str, where: str) -> ConfigurationError:
     return ConfigurationError(
         f"'{name}' and '{other_name}' are two tensors that share memory, but {where} the engine "
         "would update them separately. Tie them as one parameter, as in `decoder.weight = "

@@ -59,12 +59,13 @@ class WeightChangeDetector:
         self.is_due_each_step = not is_partitioned and any(len(g) == 1 for g in shards.groups)
         """Whether each step is to call `snapshot` when it ends."""
         self.is_due = True
-        """Whether `step` checks the next step, which is to call `compare_before_step`."""
+        """Whether the next step is to call `compare_during_passes` and `compare_before_step`."""
         self._is_first_in_epoch = True
         # A release may lose a change.
         self._compares_before_release = is_partitioned and not engine.zero_quantized_weights()
-        # Parameters that this step hasn't compared yet.
-        self._uncompared: Dict[Any, str] = {}
+        self._names = {parameter: name for name, parameter in self._named_parameters}
+        # The versions of the shards that this step has compared before their release.
+        self._compared: Dict[Any, int] = {}
         # Whether each parameter differed, on the device until the next synchronization.
         self._differences: List[Tuple[str, torch.Tensor]] = []
         # The first parameter with a detected change.
@@ -104,7 +105,7 @@ class WeightChangeDetector:
             yield
             return
         self.check()
-        self._uncompared = {parameter: name for name, parameter in self._named_parameters}
+        self._compared = {}
         if not self._compares_before_release:
             yield
             return
@@ -112,18 +113,21 @@ class WeightChangeDetector:
             yield
 
     def _compare_before_release(self, parameter: Any) -> None:
-        name = self._uncompared.pop(parameter, None)
-        if name is not None:
+        name = self._names.get(parameter)
+        if name is not None and parameter not in self._compared:
+            self._compared[parameter] = parameter.ds_tensor._version
             self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
 
     def compare_before_step(self) -> None:
         """
-        Compares the weights that the passes haven't compared. Must be called before the optimizer
-        step. It doesn't synchronize with the device.
+        Compares the weights that the passes haven't compared, or whose shards have been written
+        since, as by `GatheredParameters`. Must be called before the optimizer step. It doesn't
+        synchronize with the device.
         """
-        for parameter, name in self._uncompared.items():
-            self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
-        self._uncompared = {}
+        for name, parameter in self._named_parameters:
+            version = self._compared.get(parameter)
+            if version is None or version != parameter.ds_tensor._version:
+                self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
         self.is_due, self._is_first_in_epoch = self.is_due_each_step, False
 
     def _compare_all(self) -> None:

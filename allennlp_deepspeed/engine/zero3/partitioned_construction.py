@@ -37,7 +37,7 @@ from allennlp_deepspeed.deepspeed_api import zero
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.parameters.memory_format import support_any_layout
 from allennlp_deepspeed.engine.parameters.model_check import has_precision
-from allennlp_deepspeed.engine.parameters.overlapping_storage import shared_memory
+from allennlp_deepspeed.engine.parameters.overlapping_storage import overlapping_storage_error
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.process_environment import process_environment
 from allennlp_deepspeed.engine.zero3.module_hooks import stage_3_environment
@@ -154,7 +154,7 @@ class PartitionedConstruction:
         names = {parameter: name for name, parameter in named}
         for parameter, other in self._shared:
             if parameter in names and other in names:
-                raise shared_memory(names[other], names[parameter], "at ZeRO stage 3")
+                raise overlapping_storage_error(names[other], names[parameter], "at ZeRO stage 3")
         for module in model.modules():
             for _, parameter in _own_parameters(module):
                 is_half = parameter.dtype in _HALF_PRECISION and self._dtype == torch.float32

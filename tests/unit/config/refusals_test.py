@@ -211,7 +211,7 @@ def test_a_monitor_without_its_package(
     expect_message(refusal({package: {"enabled": True}}))
 
 
-# Keys of the trainer's and the checkpointer's, which `own_keys` declares.
+# Keys of the trainer's and the checkpointer's, which `declared_keys` declares.
 VALUES = [
     *({"num_gradient_accumulation_steps": steps} for steps in (0, False, "2")),
     {"global_batch_size": 0},

@@ -13,7 +13,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.training.callbacks import TrainerCallback
 
-from tests.fixtures.inner_gradients import MODELS, NUM_IDS, NUM_LABELS, NUM_TOKENS
+from tests.fixtures.nested_autograd import MODELS, NUM_IDS, NUM_LABELS, NUM_TOKENS
 from tests.support.experiment import StateDict, assert_same_weights
 from tests.support.side_by_side import Batch, Batches, Side, state_arrays
 
