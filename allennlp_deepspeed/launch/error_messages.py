@@ -103,7 +103,8 @@ def config_error_message(error: BaseException) -> Optional[str]:
     """
     if isinstance(error, ConfigurationError):
         message = "\n".join(construction_errors.explain(error) or [error.message])
-        if "already exists and is not empty" in message:
+        # A worker's message has been completed.
+        if "already exists and is not empty" in message and "--force" not in message:
             message += " Add --force to delete it, or choose another directory with -s."
     elif isinstance(error, WRONG_PATHS) and is_raised_in_reading(error):
         message = describe_wrong_path(error, *_data_path(error))

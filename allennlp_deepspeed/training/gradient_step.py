@@ -259,10 +259,10 @@ class GradientStep:
         num_steps : `int`, required.
             The number of optimizer steps of all epochs, including the last.
         """
-        when = "at" if self.has_failed else "at or before"
+        or_before = "" if self.has_failed else " or before"
         raise NotANumberError(
-            f"NaN or infinite gradients encountered {when} global step {num_steps}, although no "
-            "loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's constructor "
+            f"NaN or infinite gradients encountered at global step {num_steps}{or_before}, "
+            "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's constructor "
             "finds the operation, for example a square root, a norm or a division at 0. If the "
             "gradients are only too large for their norm, lower the learning rate."
         )
