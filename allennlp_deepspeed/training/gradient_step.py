@@ -262,9 +262,9 @@ class GradientStep:
         or_before = "" if self.has_failed else " or before"
         raise NotANumberError(
             f"NaN or infinite gradients encountered at global step {num_steps}{or_before}, "
-            "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's constructor "
-            "finds the operation, for example a square root, a norm or a division at 0. If the "
-            "gradients are only too large for their norm, lower the learning rate."
+            "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's "
+            "constructor finds the operation, for example a square root, a norm or a division at "
+            "0. If the gradients are only too large for their norm, lower the learning rate."
         )
 
     def pop_metrics(self) -> OptimizerMetrics:
