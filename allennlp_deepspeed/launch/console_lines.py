@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any, Dict, Iterator, List
 
 from allennlp.common.plugins import discover_plugins
@@ -98,12 +99,15 @@ def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, 
     commands = [
         ["evaluate", archive, test, *included],
         ["predict", archive, "INPUT.jsonl", *included],
-        ["deepspeed", "report", directory],
     ]
+    hints = []
+    if find_spec("bokeh"):  # of the extra "report"
+        commands.append(["deepspeed", "report", directory])
+        hints = [] if "allennlp_deepspeed" in discover_plugins() else [_PLUGIN_HINT]
     return [
         f"Model saved to {archive}. Next, for example:",
         *(f"  {shlex.join(['allennlp', *command])}" for command in commands),
-        *([] if "allennlp_deepspeed" in discover_plugins() else [_PLUGIN_HINT]),
+        *hints,
     ]
 
 

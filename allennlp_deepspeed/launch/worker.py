@@ -21,6 +21,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 from unittest import mock
 
 import numpy
+import torch
 import torch.distributed as dist
 from allennlp.commands import train as train_command
 from allennlp.common import Params
@@ -102,6 +103,7 @@ def run(
     process = _read_process(node, node_rank)
     os.environ.update({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC")})
     set_up_process(process)
+    _share_cores(node.num_workers)
     # Bars' default is a semaphore of the system's, which a worker that is killed leaves.
     tqdm.set_lock(threading.RLock())
     # A forked process has the random states of the one that it is forked from.
@@ -130,6 +132,19 @@ def run(
     except BaseException as error:
         worker_failure.report(error)
         sys.exit(1)
+
+
+def _share_cores(num_workers: int) -> None:
+    """
+    Divides PyTorch's threads among the workers of a node, unless `OMP_NUM_THREADS` is set. On a CPU
+    a training with as many threads as cores in each worker may take many times as long, because
+    they wait for each other's cores.
+    """
+    if num_workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        num_threads = max(1, torch.get_num_threads() // num_workers)
+        torch.set_num_threads(num_threads)
+        # Of operators of DeepSpeed, and of processes that this one starts.
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
 
 def set_up_process(process: LaunchedProcess) -> None:

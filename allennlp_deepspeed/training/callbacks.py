@@ -11,22 +11,27 @@ from allennlp.training.callbacks.log_writer import LogWriterCallback
 from typing_extensions import override
 
 from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.metrics.partial_metrics import warn_of_partial_metrics
 from allennlp_deepspeed.reports.run_report import RunReport
 
 
 class EpochMetricsCallback(TrainerCallback):
     """
     Stores the metrics of the last epoch, which AllenNLP's checkpoints lack, for a run that resumes
-    at its end, and calls `check_epoch`. Not registered: each `DeepSpeedTrainer` has one.
+    at its end, and calls `check_epoch` and `warn_of_partial_metrics`. Not registered: each
+    `DeepSpeedTrainer` has one.
     """
 
     def __init__(self, serialization_dir: str) -> None:
         super().__init__(serialization_dir)
         self.metrics: Dict[str, Any] = {}
+        self._is_partial_known = False
 
     @override
     def on_epoch(self, trainer: Any, metrics: Dict[str, Any], *args: Any, **kwargs: Any) -> None:
         trainer.check_epoch()
+        if not self._is_partial_known:
+            self._is_partial_known = warn_of_partial_metrics(metrics)
         self.metrics = dict(metrics)
 
     @override

@@ -1,5 +1,6 @@
 """What starts workers does so in any environment, and leaves none of them behind."""
 
+import json
 import os
 import re
 import shutil
@@ -8,9 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, List
+from typing import Any, List, Optional
 
 import psutil
+import pytest
 
 from tests.fixtures.failures import MESSAGE
 from tests.support.command import allennlp, subprocess_allennlp
@@ -66,6 +68,21 @@ def test_ignored_children_and_closed_outputs_are_no_reason_not_to_train(
     assert run.returncode == 0
     weights = experiments.run(TRAINED).weights()
     assert_same_weights(Result(tmp_path / "out").weights(), weights, tolerance=0)
+
+
+@pytest.mark.parametrize("chosen", [None, 2])
+def test_workers_share_the_cores_unless_the_user_says_otherwise(
+    tmp_path: Path, chosen: Optional[int]
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    of_one_process = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    expected = max(1, int(subprocess.check_output(of_one_process, env=environment)) // 2)
+    if chosen is not None:
+        environment["OMP_NUM_THREADS"], expected = str(chosen), chosen
+    subprocess_allennlp(*training(tmp_path, "report_threads"), env=environment).check()
+    for rank in range(2):
+        written = (tmp_path / "out" / f"threads_{rank}.json").read_text()
+        assert json.loads(written) == [expected, expected]
 
 
 STUCK = {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": 0}

@@ -444,3 +444,47 @@ def test_metrics_that_only_some_workers_have_are_refused() -> None:
 
     for message in side().on_all_ranks(train):
         assert "more.0" in message
+
+
+class Forgetful(Metric):
+    """Of one worker: `AllenNLP` leaves it to metrics to sum."""
+
+    def __init__(self, value: Callable[[int], float]) -> None:
+        self.of, self.value = value, 0.0
+
+    def __call__(self) -> None:  # type: ignore[override]
+        self.value = self.of(dist.get_rank())
+
+    def get_metric(self, reset: bool = False) -> Metrics:
+        return {type(self).__name__.lower(): self.value}
+
+    def reset(self) -> None:
+        self.value = 0.0
+
+
+class Agreeing(Forgetful):
+    """The same on all workers, but for the order of a sum."""
+
+
+class Remembering(Answers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.library = [Forgetful(lambda rank: rank), Agreeing(lambda rank: 0.5 + 1e-9 * rank)]
+
+    def count(self, *args: Any) -> None:
+        for metric in self.library:
+            metric()
+
+    def get_metrics(self, reset: bool = False) -> Metrics:
+        return {k: v for metric in self.library for k, v in metric.get_metric(reset).items()}
+
+
+def test_metrics_of_one_worker_s_instances_are_named(caplog: Any) -> None:
+    def train(trainer: Any) -> List[str]:
+        trainer.train()
+        return [r.getMessage() for r in caplog.records if "training_" in r.getMessage()]
+
+    messages, _ = side(model=Remembering, num_epochs=2).on_all_ranks(train)
+    assert len(messages) == 1
+    assert "training_forgetful" in messages[0]
+    assert "training_agreeing" not in messages[0] and "loss" not in messages[0]
