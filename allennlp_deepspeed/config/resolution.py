@@ -25,6 +25,7 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_global_batch_size,
     resolve_worker_batch_size,
 )
+from allennlp_deepspeed.config.json_types import as_json, unquoted
 from allennlp_deepspeed.config.key_validation import did_you_mean
 from allennlp_deepspeed.config.parameter_resharding import (
     check_partition_size,
@@ -248,6 +249,11 @@ def _resolve_optimizer(
             errors.add(unset_value_message("optimizer.params.lr", "write the learning rate"))
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
+    for name in [name for name, value in params.items() if isinstance(value, dict)]:
+        errors.add(
+            f"'{ROOT}.optimizer.params.{name}' is {as_json(params.pop(name))}: must be a number, "
+            "or what else the optimizer takes"
+        )
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         if name in _AUTO_OF_OPTIMIZERS:
@@ -311,6 +317,14 @@ def _resolve_scheduler(
             f"'{ROOT}.scheduler.params.{name}' is unknown: {did_you_mean(name, list(parameters))}"
         )
         del params[name]
+    for name, value in list(params.items()):
+        is_number = not isinstance(value, (str, dict)) or value == AUTO
+        if not is_number and not isinstance(parameters[name].default, str):
+            errors.add(
+                f"'{ROOT}.scheduler.params.{name}' is {as_json(value)}: must be a number"
+                f"{unquoted(value)}"
+            )
+            del params[name]
     for name, parameter in parameters.items():
         is_required = (
             parameter.default is parameter.empty

@@ -133,15 +133,30 @@ def _is_ours(config: Dict[str, Any]) -> bool:
 
 def _check_type_of_trainer(config: Dict[str, Any]) -> None:
     """
-    Refuses a trainer of unknown type, which AllenNLP would report only after reading the data.
+    Refuses a config without a trainer, and a trainer of unknown type, which AllenNLP would report
+    only after reading the data.
     """
+    if not has_known_train_loop(config):
+        return
+    if "trainer" not in config:
+        errors = ConfigErrors()
+        top_level_check.check_is_complete(config, errors)
+        errors.raise_any()
     name, known = registered_name(config.get("trainer")), Trainer.list_available()
-    is_name = isinstance(name, str) and "." not in name and name != DEFAULT_TYPE
-    if has_known_train_loop(config) and is_name and name not in known:
-        raise ConfigurationError(
-            f"'trainer.type' is {json.dumps(name)}, which is not a registered trainer: "
-            f"{replacement_of_type('trainer', str(name)) or did_you_mean(str(name), known)}"
-        )
+    if name in (DEFAULT_TYPE, *known):
+        return
+    if not isinstance(name, str):
+        reason = ": must be a registered name"
+    elif "." not in name:
+        advice = replacement_of_type("trainer", name) or did_you_mean(name, known)
+        reason = f", which is not a registered trainer: {advice}"
+    else:
+        try:
+            Trainer.resolve_class_name(name)
+            return
+        except ConfigurationError as error:
+            reason = f", but AllenNLP {error.message}"
+    raise ConfigurationError(f"'trainer.type' is {as_json(name)}{reason}")
 
 
 def has_known_train_loop(config: Dict[str, Any]) -> bool:

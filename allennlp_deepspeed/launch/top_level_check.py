@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Tuple, Type
 
 from allennlp.commands.train import TrainModel
 from allennlp.common import Registrable
-from allennlp.data import DataLoader, DatasetReader
+from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
@@ -25,6 +25,8 @@ from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 # Of AllenNLP's train command, which doesn't pass them to the train loop.
 _OF_COMMAND = ("type", "distributed", "random_seed", "numpy_seed", "pytorch_seed")
 
+_SEEDS = {"numpy_seed": (0, 2**32 - 1), "pytorch_seed": (-(2**63), 2**64 - 1)}
+
 # That the command passes to the train loop.
 _GIVEN = ("cls", "serialization_dir", "local_rank", "ddp_accelerator")
 
@@ -33,7 +35,7 @@ _MAX_BATCH_SIZE = 2**31 - 1
 
 def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
-    Refuses unknown keys at the top level.
+    Refuses unknown keys at the top level, and seeds that no generator takes.
 
     # Parameters
 
@@ -47,6 +49,10 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
         if name not in known:
             hint = replacement(name) or did_you_mean(name, known, page="docs/configuration.md")
             errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
+    for name, (minimum, maximum) in _SEEDS.items():
+        seed = config.get(name)
+        if is_number(seed) and not minimum <= seed <= maximum:
+            errors.add(f"'{name}' is {as_json(seed)}: must be from {minimum} to {maximum}")
 
 
 def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
@@ -76,7 +82,7 @@ def _arguments(config: Dict[str, Any]) -> Dict[str, inspect.Parameter]:
 
 def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
-    Refuses types that aren't names, or that no class is registered with.
+    Refuses types that aren't names, or that no class is registered with, and intervals of 0.
 
     # Parameters
 
@@ -104,9 +110,14 @@ def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
         if is_name and name not in known:
             path = path if isinstance(section, str) else f"{path}.type"
             errors.add(unregistered(path, name, known))
+        key = _INTERVALS.get((base, name)) if isinstance(name, str) else None
+        interval = section.get(key, 1) if isinstance(section, dict) and key is not None else 1
+        if not (is_integer(interval) and interval > 0):
+            errors.add(f"'{path}.{key}' is {as_json(interval)}: must be an integer above 0")
 
 
 _BASES: Dict[str, Type[Registrable]] = {
+    "vocabulary": Vocabulary,
     "dataset_reader": DatasetReader,
     "validation_dataset_reader": DatasetReader,
     "model": Model,
@@ -119,6 +130,12 @@ _TRAINER_BASES: Dict[str, Type[Registrable]] = {
     "learning_rate_scheduler": LearningRateScheduler,
     "momentum_scheduler": MomentumScheduler,
     "moving_average": MovingAverage,
+}
+
+# What AllenNLP and PyTorch divide by after construction.
+_INTERVALS: Dict[Tuple[Type[Registrable], str], str] = {
+    (LearningRateScheduler, "step"): "step_size",
+    (TrainerCallback, "should_validate_callback"): "validation_interval",
 }
 
 

@@ -23,6 +23,7 @@ from tests.fuzz.trial import (
     CONSTRUCTION,
     FAULT,
     MISSED,
+    OTHERS,
     REFUSED,
     TRAINED,
     TRIED,
@@ -145,7 +146,7 @@ def main() -> None:
     (_RESULTS / "raw").mkdir(exist_ok=True)
     (_RESULTS / "raw" / f"{name}.json").write_text(json.dumps(raw, indent=1))
     seconds = time.monotonic() - started
-    names = [TRAINED, REFUSED, CONSTRUCTION, FAULT]
+    names = [TRAINED, REFUSED, CONSTRUCTION, OTHERS, FAULT]
     what = "Each that the check lets pass is trained by two workers with `allennlp train`."
     if arguments.tries:
         names = [TRAINED, CHECKED, TRIED, MISSED, FAULT]

@@ -20,6 +20,7 @@ TRAINED = "trained"
 REFUSED = "refused before data are read"
 CONSTRUCTION = "refused when a section is constructed"
 CHECKED = "refused by `check`"
+OTHERS = "ended by an error of the model or a callback"
 TRIED = "found by `check --try`"
 MISSED = "missed"
 FAULT = "fault"
@@ -28,6 +29,11 @@ PACKAGES = ("allennlp_deepspeed", "tests.fixtures")
 
 # Seconds. A training takes 3 of them.
 _LIMIT_OF_CHECK, _LIMIT_OF_TRAINING = 20, 90
+
+# Users see where their model or callback fails.
+_FRAME_OF_OTHERS = (
+    r"/(allennlp|transformers)/(models|training/callbacks)/.*, line \d+, in (?!__init__)"
+)
 
 _MAX_LINES = 25
 _MAX_LENGTH = 700  # of a line
@@ -114,6 +120,9 @@ def _of_run(run: Run, out: Path, seconds: float) -> Outcome:
         # Numbers that aren't finite are what training has made of them.
         if re.search("(nan loss|NaN or infinite gradients) encountered", run.output):
             return Outcome(TRAINED, "until a number was not finite")
+        log = re.search(r"\(Full traceback: (.*)\)", run.output)
+        if log is not None and re.search(_FRAME_OF_OTHERS, Path(log[1]).read_text()):
+            return Outcome(OTHERS, output[-2500:])
         return Outcome(FAULT, output[-2500:])
     has_read = "loading instances" in run.output
     return Outcome(CONSTRUCTION if has_read else REFUSED, output[-1200:])

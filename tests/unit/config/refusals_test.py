@@ -154,6 +154,11 @@ CONTRADICTORY = [
     ({"scheduler": {"type": "WarmupLR"}}, {"learning_rate_scheduler": "slanted_triangular"}),
     ({**ADAMW, "scheduler": {"type": "StepLR", "params": {"step_size": 1}}}, {}),
     ({"scheduler": {"type": "WarmupCosineLR"}}, {}),
+    *(
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": value}}}, {})
+        for value in ("0.01", {"value": 0.01})
+    ),
+    ({"optimizer": {"type": "Adam", "params": {"lr": 0.1, "weight_decay": {"value": 0}}}}, {}),
     ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, {}),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, {}),

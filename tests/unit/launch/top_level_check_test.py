@@ -36,6 +36,13 @@ WRONG = [
     ),
     {"trainer.deepspeed_config": {"fp16": {"initial_scale_power": 2**70}}},
     *({"dataset_reader.max_instances": number} for number in (2**70, -1)),
+    {"numpy_seed": 2**32, "pytorch_seed": 2**70, "random_seed": 2**70},
+    *({"trainer.type": name} for name in (3, {}, None, "deepsped", "allennlp.nothing.Here")),
+    *({"vocabulary": {"type": name}} for name in (["empty"], "empt")),
+    {
+        "trainer.learning_rate_scheduler": {"type": "step", "step_size": 0},
+        "trainer.callbacks": [{"type": "should_validate_callback", "validation_interval": 0}],
+    },
 ]
 
 
@@ -67,6 +74,17 @@ def test_what_is_missing_at_the_top_level(name: str, section: str, expect_messag
         place = place[int(key) if key.isdigit() else key]
     if section:
         place[name] = missing
+    with pytest.raises(ConfigurationError) as error:
+        train_command.check(Params(changed))
+    expect_message(error.value.message)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_config_without_a_trainer(is_elsewhere: bool, expect_message: Expect) -> None:
+    changed = config()
+    trainer = changed.pop("trainer")
+    if is_elsewhere:
+        changed["distributed"]["trainer"] = trainer
     with pytest.raises(ConfigurationError) as error:
         train_command.check(Params(changed))
     expect_message(error.value.message)
