@@ -252,13 +252,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._num_steps_before_epoch = 0
             if self._moving_average is not None:
                 self._moving_average = ShardedMovingAverage.construct(
-                    self._moving_average,
-                    wrapped_model,
-                    self._weight_change_detector.raise_if_changed,
+                    self._moving_average, wrapped_model, self._weight_change_detector
                 )
             else:
                 self._moving_average = OptimizerModes.construct(
-                    wrapped_model, self._weight_change_detector.raise_if_changed
+                    wrapped_model, self._weight_change_detector
                 )
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.call_before_destroy(LogWriters(self).remove)

@@ -505,6 +505,31 @@ def test_a_single_parameter_trains_and_a_change_of_it_is_an_error():
         return Side(model, _vectors, stage, world_size=2, log_every_num_steps=3, **arguments)
 
     assert_same_weights(side(2).train(), side(None).train())
-    changing = side(2, callbacks=lambda: [ChangeOutside(_clamp_weight)])
-    first, second = changing.on_all_ranks(_error_of_training)
-    assert "'weight'" in first and "'weight'" in second
+    average = {"moving_average": _average, "validation_data_loader": Batches(_vectors(0))}
+    assert_same_weights(side(2, **average).train(), side(None, **average).train())
+    for arguments in ({}, average):
+        changing = side(2, callbacks=lambda: [ChangeOutside(_clamp_weight)], **arguments)
+        first, second = changing.on_all_ranks(_error_of_training)
+        assert "'weight'" in first and "'weight'" in second
+
+
+class ClampInValidation(OneWeight):
+    """Changes the weights that a validation replaces, which are lost then."""
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        if not self.training:
+            with torch.no_grad():
+                _clamp_weight(self)
+        return super().forward(x)
+
+
+def test_a_change_of_averages_is_an_error():
+    for message in Side(
+        lambda: ClampInValidation(Vocabulary()),
+        _vectors,
+        2,
+        world_size=2,
+        moving_average=_average,
+        validation_data_loader=Batches(_vectors(0)),
+    ).on_all_ranks(_error_of_training):
+        assert "'weight'" in message

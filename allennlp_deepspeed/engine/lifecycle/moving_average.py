@@ -1,6 +1,6 @@
 """Moving averages of sharded weights."""
 
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Dict, Optional
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
 from allennlp_deepspeed.engine.parameters.shards import Fragment, full_shape
+from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 
 # The state of a moving average for each parameter.
 _TENSORS = {"parameters", "shadows", "backups"}
@@ -58,7 +59,7 @@ class ShardedMovingAverage(EvaluationWeights):
         cls,
         moving_average: MovingAverage,
         wrapped_model: DeepSpeedWrappedModel,
-        before_assigning: Callable[[], None],
+        change_detector: WeightChangeDetector,
     ) -> "ShardedMovingAverage":
         """
         Constructs a moving average that is released with the engine.
@@ -67,8 +68,8 @@ class ShardedMovingAverage(EvaluationWeights):
 
         moving_average : `MovingAverage`, required.
         wrapped_model : `DeepSpeedWrappedModel`, required.
-        before_assigning : `Callable[[], None]`, required.
-            Called on every rank before the averages replace the weights.
+        change_detector : `WeightChangeDetector`, required.
+            Raises an error before the averages replace weights that others have changed.
 
         # Raises
 
@@ -77,7 +78,7 @@ class ShardedMovingAverage(EvaluationWeights):
         """
         sharded = cls(moving_average, wrapped_model.engine)
         wrapped_model.call_before_destroy(sharded.release)
-        sharded.before_assigning = before_assigning
+        sharded.change_detector = change_detector
         return sharded
 
     @property

@@ -9,6 +9,7 @@ from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.optimizers.optimizer_check import has_modes
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
+from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 
 
 class OptimizerModes(EvaluationWeights):
@@ -40,7 +41,7 @@ class OptimizerModes(EvaluationWeights):
 
     @classmethod
     def construct(
-        cls, wrapped_model: DeepSpeedWrappedModel, before_assigning: Callable[[], None]
+        cls, wrapped_model: DeepSpeedWrappedModel, change_detector: WeightChangeDetector
     ) -> Optional["OptimizerModes"]:
         """
         Returns the modes of the engine's optimizer, which are released with the engine, or `None`
@@ -50,7 +51,7 @@ class OptimizerModes(EvaluationWeights):
             return None
         modes = cls(wrapped_model.engine)
         wrapped_model.call_before_destroy(modes.release)
-        modes.before_assigning = before_assigning
+        modes.change_detector = change_detector
         return modes
 
     def release(self) -> None:

@@ -1,8 +1,8 @@
 """Weights that replace those of the training for validation and for the best weights."""
 
 import sys
-from contextlib import contextmanager
-from typing import Callable, Iterator, Optional
+from contextlib import contextmanager, nullcontext
+from typing import ContextManager, Iterator, Optional
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.shards import Shards
+from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
 
 
@@ -32,8 +33,8 @@ class EvaluationWeights(MovingAverage):
             # At stage 0 the optimizer may have frozen parameters.
             if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
         )
-        # Called on every rank before other weights are assigned.
-        self.before_assigning: Callable[[], None] = lambda: None
+        # Of weights that others have changed before.
+        self.change_detector: Optional[WeightChangeDetector] = None
         self._error_when_assigned: Optional[BaseException] = None
 
     def _assign(self) -> None:
@@ -47,10 +48,12 @@ class EvaluationWeights(MovingAverage):
     @override
     def assign_average_value(self) -> None:
         """Replaces the weights. Every rank must call it."""
-        self.before_assigning()
+        if self.change_detector is not None:
+            self.change_detector.raise_if_changed()
         self._error_when_assigned = sys.exc_info()[1]
-        self._assign()
-        self._shards.update_parameters()
+        with self._own_change():
+            self._assign()
+            self._shards.update_parameters()
 
     @contextmanager
     def assigned(self) -> Iterator[None]:
@@ -69,8 +72,12 @@ class EvaluationWeights(MovingAverage):
         """
         if self._is_failing() and dist.get_world_size() > 1:
             return
-        self._restore()
-        self._shards.update_parameters()
+        with self._own_change():
+            self._restore()
+            self._shards.update_parameters()
+
+    def _own_change(self) -> ContextManager[None]:
+        return nullcontext() if self.change_detector is None else self.change_detector.own_change()
 
     def _is_failing(self) -> bool:
         """

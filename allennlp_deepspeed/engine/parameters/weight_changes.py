@@ -95,6 +95,13 @@ class WeightChangeDetector:
                     self._found = self._found or name
 
     @contextmanager
+    def own_change(self) -> Iterator[None]:
+        """Context manager for code of this package's that writes weights outside of a step."""
+        self.check()
+        yield
+        self.snapshot()
+
+    @contextmanager
     def compare_during_passes(self) -> Iterator[None]:
         """
         Context manager for the forward and backward passes of a step. If a check is due, it calls
