@@ -249,11 +249,10 @@ def _resolve_optimizer(
             errors.add(unset_value_message("optimizer.params.lr", "write the learning rate"))
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
-    for name in [name for name, value in params.items() if isinstance(value, dict)]:
-        errors.add(
-            f"'{ROOT}.optimizer.params.{name}' is {as_json(params.pop(name))}: must be a number, "
-            "or what else the optimizer takes"
-        )
+    for name in [name for name in _NUMBERS_OF_OPTIMIZERS if name in params]:
+        if isinstance(params[name], (dict, list)):
+            value = as_json(params.pop(name))
+            errors.add(f"'{ROOT}.optimizer.params.{name}' is {value}: must be a number")
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         if name in _AUTO_OF_OPTIMIZERS:
@@ -276,6 +275,7 @@ _AUTO_OF_OPTIMIZERS = (
     "bias_correction",
     "amsgrad",
 )
+_NUMBERS_OF_OPTIMIZERS = ("lr", "weight_decay", "momentum")
 _INSTEAD_OF_AUTO = {"max_grad_norm": "remove it, and write 'trainer.grad_norm'"}
 
 

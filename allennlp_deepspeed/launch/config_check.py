@@ -189,6 +189,8 @@ def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
     }
     if has_known_train_loop(config):
         sections.update({name: config[name] for name in _SECTIONS if name in config})
+        if config.get("vocabulary") is not None:
+            sections["vocabulary"] = config["vocabulary"]
     callbacks = trainer.get("callbacks")
     for i, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
         # Of a list AllenNLP says what is wrong.

@@ -67,7 +67,11 @@ def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
         Collects a line for each.
     """
     for name, parameter in _arguments(config).items():
-        if parameter.default is inspect.Parameter.empty and name not in config:
+        if parameter.default is not inspect.Parameter.empty:
+            continue
+        if name == "train_data_path" and config.get(name, "") is None:
+            errors.add(f"'{name}' is null: must be a path")
+        if name not in config:
             found = next((path for path, _ in values_in(config) if path.endswith(f".{name}")), None)
             advice = f"is it '{found}'?" if found else "see docs/configuration.md"
             errors.add(f"'{name}' is missing at the top level of the config: {advice}")

@@ -20,7 +20,7 @@ TRAINED = "trained"
 REFUSED = "refused before data are read"
 CONSTRUCTION = "refused when a section is constructed"
 CHECKED = "refused by `check`"
-OTHERS = "ended by an error of the model or a callback"
+OTHERS = "ended by an error of the data, the model or a callback"
 TRIED = "found by `check --try`"
 MISSED = "missed"
 FAULT = "fault"
@@ -30,9 +30,9 @@ PACKAGES = ("allennlp_deepspeed", "tests.fixtures")
 # Seconds. A training takes 3 of them.
 _LIMIT_OF_CHECK, _LIMIT_OF_TRAINING = 20, 90
 
-# Users see where their model or callback fails.
+# Users see where their data, model or callback fails.
 _FRAME_OF_OTHERS = (
-    r"/(allennlp|transformers)/(models|training/callbacks)/.*, line \d+, in (?!__init__)"
+    r"/(allennlp|transformers)/(data|models|training/callbacks)/.*, line \d+, in (?!__init__)"
 )
 
 _MAX_LINES = 25

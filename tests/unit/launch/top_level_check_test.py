@@ -39,6 +39,8 @@ WRONG = [
     {"numpy_seed": 2**32, "pytorch_seed": 2**70, "random_seed": 2**70},
     *({"trainer.type": name} for name in (3, {}, None, "deepsped", "allennlp.nothing.Here")),
     *({"vocabulary": {"type": name}} for name in (["empty"], "empt")),
+    {"vocabulary": []},
+    {"train_data_path": None},
     {
         "trainer.learning_rate_scheduler": {"type": "step", "step_size": 0},
         "trainer.callbacks": [{"type": "should_validate_callback", "validation_interval": 0}],
