@@ -253,6 +253,10 @@ def _resolve_optimizer(
         if isinstance(params[name], (dict, list)):
             value = as_json(params.pop(name))
             errors.add(f"'{ROOT}.optimizer.params.{name}' is {value}: must be a number")
+    betas = params.get("betas", AUTO)
+    if betas != AUTO and not isinstance(betas, (list, tuple)):
+        value = as_json(params.pop("betas"))
+        errors.add(f"'{ROOT}.optimizer.params.betas' is {value}: must be a list of two numbers")
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         if name in _AUTO_OF_OPTIMIZERS:

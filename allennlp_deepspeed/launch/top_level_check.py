@@ -55,6 +55,10 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
             errors.add(f"'{name}' is {as_json(seed)}: must be from {minimum} to {maximum}")
 
 
+# One, one of each task, and what readers of AllenNLP's take.
+_PATHS = (str, dict, list)
+
+
 def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
     Refuses a config in which a key is missing without which there is nothing to train.
@@ -69,8 +73,9 @@ def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
     for name, parameter in _arguments(config).items():
         if parameter.default is not inspect.Parameter.empty:
             continue
-        if name == "train_data_path" and config.get(name, "") is None:
-            errors.add(f"'{name}' is null: must be a path")
+        value = config.get(name)
+        if name == "train_data_path" and name in config and not isinstance(value, _PATHS):
+            errors.add(f"'{name}' is {as_json(value)}: must be a path")
         if name not in config:
             found = next((path for path, _ in values_in(config) if path.endswith(f".{name}")), None)
             advice = f"is it '{found}'?" if found else "see docs/configuration.md"

@@ -158,7 +158,7 @@ CONTRADICTORY = [
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": value}}}, {})
         for value in ("0.01", {"value": 0.01})
     ),
-    ({"optimizer": {"type": "Adam", "params": {"lr": [0.1], "weight_decay": {"value": 0}}}}, {}),
+    ({"optimizer": {"type": "Adam", "params": {"lr": [1], "weight_decay": {}, "betas": 3}}}, {}),
     ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, {}),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, {}),

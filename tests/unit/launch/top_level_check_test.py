@@ -40,7 +40,7 @@ WRONG = [
     *({"trainer.type": name} for name in (3, {}, None, "deepsped", "allennlp.nothing.Here")),
     *({"vocabulary": {"type": name}} for name in (["empty"], "empt")),
     {"vocabulary": []},
-    {"train_data_path": None},
+    *({"train_data_path": path} for path in (None, True)),
     {
         "trainer.learning_rate_scheduler": {"type": "step", "step_size": 0},
         "trainer.callbacks": [{"type": "should_validate_callback", "validation_interval": 0}],
