@@ -16,7 +16,7 @@ from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.config.unset_values import configured_value
 from allennlp_deepspeed.launch import error_messages
 from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, settings_of
-from allennlp_deepspeed.launch.train_command import fill_derived_keys, normalize_trainer
+from allennlp_deepspeed.launch.train_command import fill_derived_keys, normalize_sections
 
 # The modules that log the sources of values that the file leaves unset.
 _RESOLUTION = "allennlp_deepspeed.config"
@@ -51,7 +51,7 @@ class Check:
     def run(self, args: argparse.Namespace) -> None:
         with only_warnings():
             params = error_messages.read(args.param_path, args.overrides)
-            normalize_trainer(params)
+            normalize_sections(params)
             fill_derived_keys(params)
             check(params)
             if not has_deepspeed_trainer(params.as_dict(quiet=True)):

@@ -170,7 +170,7 @@ class Estimator:
         self, params: Params, workers: Optional[int] = None, model: Optional[Model] = None
     ) -> None:
         params = params.duplicate()
-        train_command.normalize_trainer(params)
+        train_command.normalize_sections(params)
         train_command.check(params, on_this_machine=False)
         config = params.as_dict(quiet=True)
         config["trainer"] = self._trainer = config.get("trainer") or {}

@@ -25,7 +25,7 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_global_batch_size,
     resolve_worker_batch_size,
 )
-from allennlp_deepspeed.config.json_types import as_json, unquoted
+from allennlp_deepspeed.config.json_types import as_json, is_number, unquoted
 from allennlp_deepspeed.config.key_validation import did_you_mean
 from allennlp_deepspeed.config.parameter_resharding import (
     check_partition_size,
@@ -249,14 +249,17 @@ def _resolve_optimizer(
             errors.add(unset_value_message("optimizer.params.lr", "write the learning rate"))
         else:
             fill(config, "optimizer.params.lr", settings.learning_rate, "from the optimizer")
-    for name in [name for name in _NUMBERS_OF_OPTIMIZERS if name in params]:
-        if isinstance(params[name], (dict, list)):
-            value = as_json(params.pop(name))
-            errors.add(f"'{ROOT}.optimizer.params.{name}' is {value}: must be a number")
-    betas = params.get("betas", AUTO)
-    if betas != AUTO and not isinstance(betas, (list, tuple)):
-        value = as_json(params.pop("betas"))
-        errors.add(f"'{ROOT}.optimizer.params.betas' is {value}: must be a list of two numbers")
+    for name, value in list(params.items()):
+        if name == "betas":
+            is_valid = isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+            kind = "a list of two numbers"
+        else:
+            is_valid = name not in _NUMBERS_OF_OPTIMIZERS or is_number(value)
+            kind = f"a number{unquoted(value)}"
+        if not is_valid and value != AUTO:
+            errors.add(
+                f"'{ROOT}.optimizer.params.{name}' is {as_json(params.pop(name))}: must be {kind}"
+            )
     for name in [name for name, value in params.items() if value == AUTO]:
         del params[name]
         if name in _AUTO_OF_OPTIMIZERS:
@@ -322,12 +325,10 @@ def _resolve_scheduler(
         )
         del params[name]
     for name, value in list(params.items()):
-        is_number = not isinstance(value, (str, dict)) or value == AUTO
-        if not is_number and not isinstance(parameters[name].default, str):
-            errors.add(
-                f"'{ROOT}.scheduler.params.{name}' is {as_json(value)}: must be a number"
-                f"{unquoted(value)}"
-            )
+        default = parameters[name].default
+        if isinstance(value, (str, dict)) and value != AUTO and not isinstance(default, str):
+            kind = "true or false" if isinstance(default, bool) else f"a number{unquoted(value)}"
+            errors.add(f"'{ROOT}.scheduler.params.{name}' is {as_json(value)}: must be {kind}")
             del params[name]
     for name, parameter in parameters.items():
         is_required = (

@@ -142,7 +142,10 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
         errors = ConfigErrors()
         top_level_check.check_is_complete(config, errors)
         errors.raise_any()
-    name, known = registered_name(config.get("trainer")), Trainer.list_available()
+    trainer = config["trainer"]
+    if not isinstance(trainer, (dict, str)):
+        raise ConfigurationError(f"'trainer' is {as_json(trainer)}: {_MUST_BE_SECTION}")
+    name, known = registered_name(trainer), Trainer.list_available()
     if name in (DEFAULT_TYPE, *known):
         return
     if not isinstance(name, str):
@@ -154,8 +157,8 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
         try:
             Trainer.resolve_class_name(name)
             return
-        except ConfigurationError as error:
-            reason = f", but AllenNLP {error.message}"
+        except (ConfigurationError, ValueError) as error:
+            reason = f", which can't be imported: {error}"
     raise ConfigurationError(f"'trainer.type' is {as_json(name)}{reason}")
 
 

@@ -55,10 +55,6 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
             errors.add(f"'{name}' is {as_json(seed)}: must be from {minimum} to {maximum}")
 
 
-# One, one of each task, and what readers of AllenNLP's take.
-_PATHS = (str, dict, list)
-
-
 def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
     Refuses a config in which a key is missing without which there is nothing to train.
@@ -71,12 +67,7 @@ def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
         Collects a line for each.
     """
     for name, parameter in _arguments(config).items():
-        if parameter.default is not inspect.Parameter.empty:
-            continue
-        value = config.get(name)
-        if name == "train_data_path" and name in config and not isinstance(value, _PATHS):
-            errors.add(f"'{name}' is {as_json(value)}: must be a path")
-        if name not in config:
+        if parameter.default is inspect.Parameter.empty and name not in config:
             found = next((path for path, _ in values_in(config) if path.endswith(f".{name}")), None)
             advice = f"is it '{found}'?" if found else "see docs/configuration.md"
             errors.add(f"'{name}' is missing at the top level of the config: {advice}")
@@ -120,9 +111,8 @@ def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
             path = path if isinstance(section, str) else f"{path}.type"
             errors.add(unregistered(path, name, known))
         key = _INTERVALS.get((base, name)) if isinstance(name, str) else None
-        interval = section.get(key, 1) if isinstance(section, dict) and key is not None else 1
-        if not (is_integer(interval) and interval > 0):
-            errors.add(f"'{path}.{key}' is {as_json(interval)}: must be an integer above 0")
+        if isinstance(section, dict) and key is not None and section.get(key) == 0:
+            errors.add(f"'{path}.{key}' is {as_json(section[key])}: must be an integer above 0")
 
 
 _BASES: Dict[str, Type[Registrable]] = {

@@ -59,7 +59,7 @@ def install() -> None:
     @functools.wraps(train_model)
     def checked_train_model(params: Params, *args: Any, **kwargs: Any) -> Any:
         error_messages.check_type(params)
-        normalize_trainer(params)
+        normalize_sections(params)
         is_ours = has_deepspeed_trainer(params.as_dict(quiet=True))
         try:
             if not is_ours:
@@ -77,17 +77,19 @@ def install() -> None:
     error_messages.install()
 
 
-def normalize_trainer(params: Params) -> None:
+def normalize_sections(params: Params) -> None:
     """
-    Replaces a trainer's name by an object, which AllenNLP requires with several workers.
+    Replaces a name of a trainer or vocabulary by an object, which AllenNLP requires with several
+    workers.
 
     # Parameters
 
     params : `Params`, required.
         A complete training configuration. It is changed in place.
     """
-    if isinstance(params.params.get("trainer"), str):
-        params.params["trainer"] = {"type": params.params["trainer"]}
+    for section in ("trainer", "vocabulary"):
+        if isinstance(params.params.get(section), str):
+            params.params[section] = {"type": params.params[section]}
 
 
 def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:

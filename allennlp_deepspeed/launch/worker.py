@@ -136,14 +136,14 @@ def run(
 
 def _share_cores(num_workers: int) -> None:
     """
-    Divides PyTorch's threads among the workers of a node, unless `OMP_NUM_THREADS` is set. On a CPU
-    a training with as many threads as cores in each worker may take many times as long, because
-    they wait for each other's cores.
+    Divides PyTorch's threads among the workers of a node, unless the user has set their number. On
+    a CPU, training with as many threads as cores in each worker may take many times as long,
+    because they wait for each other's cores.
     """
-    if num_workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if num_workers > 1 and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}.intersection(os.environ):
         num_threads = max(1, torch.get_num_threads() // num_workers)
         torch.set_num_threads(num_threads)
-        # Of operators of DeepSpeed, and of processes that this one starts.
+        # DeepSpeed's operators, and processes that this worker starts, read the variable.
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
 

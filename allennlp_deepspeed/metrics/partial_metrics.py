@@ -1,39 +1,37 @@
 import logging
 import math
 from numbers import Real
-from typing import Any, Dict
+from typing import Any, Dict, Set
 
 from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
 
 _WARNING = (
-    "These metrics are those of worker 0's instances only, because nothing sums them over the "
-    "workers: %s. If a class derived from Metric computes them, declare `summed_attributes = "
+    "These metrics differ between the workers, and those of worker 0 are written: %s. If a class "
+    "derived from Metric computes them from its worker's instances, declare `summed_attributes = "
     "(...)` there, with the names of the attributes that its calls add to."
 )
 
-# Values that are equal up to the order of a sum aren't those of a part of the instances.
+# Sums of the same numbers in another order may differ by less.
 _TOLERANCE = 1e-5
 
 
-def warn_of_partial_metrics(metrics: Dict[str, Any]) -> bool:
+def warn_of_partial_metrics(metrics: Dict[str, Any], known: Set[str]) -> None:
     """
-    Warns of metrics that differ between the ranks: of a rank's own instances, of which AllenNLP
-    writes those of rank 0. One all-gather of objects with several workers. Every rank must call it.
+    Warns of metrics that differ between the ranks, because each rank computes them from its own
+    instances. AllenNLP writes the metrics of rank 0. One all-gather of objects with several
+    workers. Every rank must call it.
 
     # Parameters
 
     metrics : `Dict[str, Any]`, required.
         The metrics of an epoch, as callbacks have them.
-
-    # Returns
-
-    `bool`
-        Whether there are any, the same on every rank.
+    known : `Set[str]`, required.
+        The metrics that have been warned of, to which others are added.
     """
     if collectives.world_size() == 1:
-        return False
+        return
     own = {
         name: float(value)
         for name, value in metrics.items()
@@ -45,9 +43,9 @@ def warn_of_partial_metrics(metrics: Dict[str, Any]) -> bool:
         for name, value in first.items()
         if any(not _is_same(value, other.get(name, value)) for other in others)
     )
-    if partial:
+    if not known.issuperset(partial):
         logger.warning(_WARNING, ", ".join(partial))
-    return bool(partial)
+        known.update(partial)
 
 
 def _is_same(one: float, other: float) -> bool:

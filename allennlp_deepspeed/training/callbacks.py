@@ -1,4 +1,4 @@
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Set
 
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.callbacks import (
@@ -25,13 +25,12 @@ class EpochMetricsCallback(TrainerCallback):
     def __init__(self, serialization_dir: str) -> None:
         super().__init__(serialization_dir)
         self.metrics: Dict[str, Any] = {}
-        self._is_partial_known = False
+        self._partial_metrics: Set[str] = set()
 
     @override
     def on_epoch(self, trainer: Any, metrics: Dict[str, Any], *args: Any, **kwargs: Any) -> None:
         trainer.check_epoch()
-        if not self._is_partial_known:
-            self._is_partial_known = warn_of_partial_metrics(metrics)
+        warn_of_partial_metrics(metrics, self._partial_metrics)
         self.metrics = dict(metrics)
 
     @override

@@ -47,11 +47,13 @@ def test_what_only_construction_shows_is_told_without_a_traceback(
     assert Path(named).parent == tmp_path / "out" and "Traceback" in Path(named).read_text()
 
 
-@pytest.mark.parametrize("workers", [ONE_PROCESS, TWO_WORKERS], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "workers, path", [(ONE_PROCESS, "."), (TWO_WORKERS, None)], ids=["a directory", "null"]
+)
 def test_data_that_can_not_be_read_are_told_in_a_line(
-    workers: Dict[str, Any], tmp_path: Path
+    workers: Dict[str, Any], path: Any, tmp_path: Path
 ) -> None:
-    changed = {**json.loads(config(workers)), "train_data_path": "."}
+    changed = {**json.loads(config(workers)), "train_data_path": path}
     run = train(json.dumps(changed), tmp_path)
     assert_ends_with(run, "'train_data_path' is ", "(Full traceback: ")
 

@@ -55,6 +55,15 @@ def test_a_vocabulary_is_built_before_and_used(experiments: Experiments, tmp_pat
     assert_same_weights(actual, expected, tolerance=0)
 
 
+def test_a_vocabulary_may_be_a_name_as_in_one_process(experiments: Experiments) -> None:
+    named, section = (
+        deepspeed(load_config("bi_encoder", TWO_WORKERS, {"vocabulary": vocabulary}), 2)
+        for vocabulary in ("empty", {"type": "empty"})
+    )
+    weights = experiments.run(named).weights(), experiments.run(section).weights()
+    assert_same_weights(*weights, tolerance=0)
+
+
 def run_python(*arguments: Any, cwd: Path) -> str:
     process = subprocess.run(
         [sys.executable, *map(str, arguments)],

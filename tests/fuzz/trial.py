@@ -32,7 +32,7 @@ _LIMIT_OF_CHECK, _LIMIT_OF_TRAINING = 20, 90
 
 # Users see where their data, model or callback fails.
 _FRAME_OF_OTHERS = (
-    r"/(allennlp|transformers)/(data|models|training/callbacks)/.*, line \d+, in (?!__init__)"
+    r"/(?:allennlp|transformers)/(?:data|models|training/callbacks)/.*, line \d+, in (?!__init__)"
 )
 
 _MAX_LINES = 25
@@ -121,11 +121,17 @@ def _of_run(run: Run, out: Path, seconds: float) -> Outcome:
         if re.search("(nan loss|NaN or infinite gradients) encountered", run.output):
             return Outcome(TRAINED, "until a number was not finite")
         log = re.search(r"\(Full traceback: (.*)\)", run.output)
-        if log is not None and re.search(_FRAME_OF_OTHERS, Path(log[1]).read_text()):
+        if log is not None and _is_raised_by_others(Path(log[1]).read_text()):
             return Outcome(OTHERS, output[-2500:])
         return Outcome(FAULT, output[-2500:])
     has_read = "loading instances" in run.output
     return Outcome(CONSTRUCTION if has_read else REFUSED, output[-1200:])
+
+
+def _is_raised_by_others(traceback: str) -> bool:
+    """Whether the data, the model or a callback have called nothing of this package's."""
+    _, *after = re.split(_FRAME_OF_OTHERS, traceback)
+    return bool(after) and not re.search(r"/(allennlp_deepspeed|deepspeed)/", after[-1])
 
 
 def tried(config: Dict[str, Any], directory: Path) -> Outcome:

@@ -33,7 +33,7 @@ class EvaluationWeights(MovingAverage):
             # At stage 0 the optimizer may have frozen parameters.
             if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
         )
-        # Of weights that others have changed before.
+        # Detects changes of others before this object writes the weights.
         self.change_detector: Optional[WeightChangeDetector] = None
         self._error_when_assigned: Optional[BaseException] = None
 

@@ -96,7 +96,7 @@ class WeightChangeDetector:
 
     @contextmanager
     def own_change(self) -> Iterator[None]:
-        """Context manager for code of this package's that writes weights outside of a step."""
+        """Context manager for code of this package that writes weights outside a step."""
         self.check()
         yield
         self.snapshot()

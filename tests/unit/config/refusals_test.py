@@ -117,6 +117,8 @@ LEAVES = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["BertLay
 
 FOUR_WORKERS = {"world_size": 4, "serialization_dir": "out"}
 
+CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
+
 # Both sides of a config file that don't go together.
 CONTRADICTORY = [
     ({"gradient_accumulation_steps": 4}, {"num_gradient_accumulation_steps": 2}),
@@ -158,7 +160,11 @@ CONTRADICTORY = [
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": value}}}, {})
         for value in ("0.01", {"value": 0.01})
     ),
-    ({"optimizer": {"type": "Adam", "params": {"lr": [1], "weight_decay": {}, "betas": 3}}}, {}),
+    ({"scheduler": {"type": "OneCycle", "params": {**CYCLE, "cycle_momentum": "true"}}}, {}),
+    *(
+        ({"optimizer": {"type": "Adam", "params": {"lr": lr, "betas": betas}}}, {})
+        for lr, betas in (([1], 3), ("0.1", [0.9]), (None, ["0.9", "x"]), ({"value": 1}, "auto"))
+    ),
     ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, {}),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, {}),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, {}),

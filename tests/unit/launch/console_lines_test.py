@@ -10,6 +10,7 @@ from allennlp.common import Params
 from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.launch import console_lines
 from allennlp_deepspeed.launch.console_lines import (
     announce_start_and_end,
     print_how_to_resume,
@@ -32,9 +33,14 @@ def arguments(directory: Path, **trainer: Any) -> Dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("has_bokeh", [True, False])
 def test_the_next_commands_are_of_this_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    has_bokeh: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(console_lines, "find_spec", lambda name: has_bokeh or None)
     given = arguments(tmp_path)
     with caplog.at_level(logging.INFO), announce_start_and_end(given, is_shown=True):
         given["params"].pop("test_data_path")  # as AllenNLP does
@@ -42,7 +48,7 @@ def test_the_next_commands_are_of_this_training(
     assert caplog.messages[-1].splitlines()[1:] == [
         f"  allennlp evaluate {archive} 'test data.jsonl' --include-package my_package",
         f"  allennlp predict {archive} INPUT.jsonl --include-package my_package",
-        f"  allennlp deepspeed report {tmp_path}",
+        *([f"  allennlp deepspeed report {tmp_path}"] if has_bokeh else []),
     ]
 
 

@@ -37,10 +37,10 @@ WRONG = [
     {"trainer.deepspeed_config": {"fp16": {"initial_scale_power": 2**70}}},
     *({"dataset_reader.max_instances": number} for number in (2**70, -1)),
     {"numpy_seed": 2**32, "pytorch_seed": 2**70, "random_seed": 2**70},
-    *({"trainer.type": name} for name in (3, {}, None, "deepsped", "allennlp.nothing.Here")),
+    *({"trainer.type": name} for name in (3, {}, None, "deepsped", "allennlp.nothing.Here", ".x")),
     *({"vocabulary": {"type": name}} for name in (["empty"], "empt")),
     {"vocabulary": []},
-    *({"train_data_path": path} for path in (None, True)),
+    *({"trainer": trainer} for trainer in (None, [])),
     {
         "trainer.learning_rate_scheduler": {"type": "step", "step_size": 0},
         "trainer.callbacks": [{"type": "should_validate_callback", "validation_interval": 0}],
@@ -90,6 +90,12 @@ def test_a_config_without_a_trainer(is_elsewhere: bool, expect_message: Expect) 
     with pytest.raises(ConfigurationError) as error:
         train_command.check(Params(changed))
     expect_message(error.value.message)
+
+
+def test_values_that_are_legal_are_let_pass() -> None:
+    callback = {"type": "should_validate_callback", "validation_interval": None}
+    # What a reader of a user's makes of it.
+    train_command.check(Params(config({"train_data_path": 12, "trainer.callbacks": [callback]})))
 
 
 def test_other_train_loops_have_other_sections() -> None:
