@@ -15,7 +15,12 @@ from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.config.unset_values import configured_value
 from allennlp_deepspeed.launch import error_messages
-from allennlp_deepspeed.launch.config_check import check, has_deepspeed_trainer, settings_of
+from allennlp_deepspeed.launch.config_check import (
+    check,
+    check_devices,
+    has_deepspeed_trainer,
+    settings_of,
+)
 from allennlp_deepspeed.launch.train_command import fill_derived_keys, normalize_sections
 
 # The modules that log the sources of values that the file leaves unset.
@@ -68,6 +73,10 @@ class Check:
         print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
         print(constructed, flush=True)
         if not args.tries:
+            try:
+                check_devices(params.as_dict(quiet=True))
+            except ConfigurationError as error:
+                print(f"Not for this machine: {error.message}")
             print("Not checked without --try: the first steps, and names in 'validation_metric'.")
         else:
             with only_warnings():

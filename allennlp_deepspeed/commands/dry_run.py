@@ -201,7 +201,9 @@ class DryRun:
                 self._constructed.append("vocabulary of all instances, which the model needs")
             freeze(model, self._config["trainer"].get("no_grad") or [])
             size = sum(parameter.numel() for parameter in model.parameters())
-            self._constructed.append(f"model ({size:,} parameters, without weights)")
+            self._constructed.append(
+                f"model (without weights; with this vocabulary it has {size:,} parameters)"
+            )
             return model
         return None
 

@@ -90,14 +90,15 @@ def _test_metrics(directory: str) -> str:
 
 
 def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, Any]) -> List[str]:
-    archive = os.path.join(directory, "model.tar.gz")
+    archive, output = (os.path.join(directory, n) for n in ("model.tar.gz", "evaluation.json"))
     test = config.get("test_data_path") or config.get("validation_data_path")
     if not isinstance(test, str):  # none, or one for each task
         test = "DATA"
     packages = arguments.get("include_package") or []
     included = [word for package in packages for word in ("--include-package", package)]
     commands = [
-        ["evaluate", archive, test, *included],
+        # AllenNLP says the metrics only if it writes them.
+        ["evaluate", archive, test, "--output-file", output, *included],
         ["predict", archive, "INPUT.jsonl", *included],
     ]
     hints = []

@@ -8,9 +8,10 @@ from allennlp_deepspeed.engine.process import collectives
 logger = logging.getLogger(__name__)
 
 _WARNING = (
-    "These metrics differ between the workers, and those of worker 0 are written: %s. If a class "
-    "derived from Metric computes them from its worker's instances, declare `summed_attributes = "
-    "(...)` there, with the names of the attributes that its calls add to."
+    "These metrics differ between the workers, and those of worker 0 are written, and used to find "
+    "the best epoch: %s. If a class derived from Metric computes them from its worker's instances, "
+    "declare `summed_attributes = (...)` there, with the names of the attributes that its calls "
+    "add to."
 )
 
 # Sums of the same numbers in another order may differ by less.

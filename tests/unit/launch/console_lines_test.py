@@ -46,7 +46,8 @@ def test_the_next_commands_are_of_this_training(
         given["params"].pop("test_data_path")  # as AllenNLP does
     archive = tmp_path / "model.tar.gz"
     assert caplog.messages[-1].splitlines()[1:] == [
-        f"  allennlp evaluate {archive} 'test data.jsonl' --include-package my_package",
+        f"  allennlp evaluate {archive} 'test data.jsonl' --output-file {tmp_path}/evaluation.json "
+        "--include-package my_package",
         f"  allennlp predict {archive} INPUT.jsonl --include-package my_package",
         *([f"  allennlp deepspeed report {tmp_path}"] if has_bokeh else []),
     ]
