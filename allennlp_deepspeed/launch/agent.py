@@ -704,7 +704,9 @@ def _create_rendezvous(node: Node) -> RendezvousHandler:
         else:
             store = dist.TCPStore(node.address, node.port, timeout=seconds, wait_for_workers=False)
         training_id, differing = rendezvous.enter(store, node.values)
-        backend = rendezvous.JsonBackend(store, training_id)
+        # A connection of its own: on the other, heartbeats would wait while this node waits for one
+        # that is lost, and this node would count as lost too.
+        backend = rendezvous.JsonBackend(store.clone(), training_id)
     except (OSError, dist.DistError, RendezvousConnectionError) as error:
         raise ConfigurationError(
             f"{node.endpoint} can't be used on {socket.gethostname()}: {error}. {_ADDRESS_ADVICE}"

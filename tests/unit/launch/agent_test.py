@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from allennlp.common.util import find_open_port
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 from allennlp_deepspeed.engine.process import worker_failure
 from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
@@ -47,6 +48,7 @@ class Agents:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.num_workers = 1
+        self.rendezvous_timeout = 300.0
         self.results: Any = context.SimpleQueue()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._store.port
@@ -59,7 +61,15 @@ class Agents:
         return process
 
     def _run(self, rank: int) -> None:
-        node = Node(rank, 3, self.num_workers, "127.0.0.1", self.port, min_nodes=1)
+        node = Node(
+            rank,
+            3,
+            self.num_workers,
+            "127.0.0.1",
+            self.port,
+            rendezvous_timeout=self.rendezvous_timeout,
+            min_nodes=1,
+        )
         tempfile.tempdir = str(self.directory)
         error: Optional[BaseException] = None
         with mock.patch.object(agent, "START_METHOD", "fork"):
@@ -105,6 +115,20 @@ def test_a_node_that_joins_and_is_lost_again_ends_nothing(agents: Agents) -> Non
     (agents.directory / "end").touch()
     assert sorted(agents.results.get() for _ in range(2)) == [(0, None), (1, None)]
     assert not agents.started(2)
+
+
+def test_nodes_that_wait_for_one_that_is_lost_as_they_meet_are_not_lost(agents: Agents) -> None:
+    # Longer than a node without heartbeats is there, and one that is alone waits for others.
+    agents.rendezvous_timeout = 25
+    with mock.patch.object(RendezvousStoreInfo, "build", lambda *_, **__: os.kill(os.getpid(), 9)):
+        lost = agents.start(2)
+    agents.start(0), agents.start(1)
+    lost.join(TIME_LIMIT)
+    agents.start(2)
+    wait_until(lambda: all(map(agents.started, range(3))))
+    (agents.directory / "end").touch()
+    assert sorted(agents.results.get() for _ in range(3)) == [(rank, None) for rank in range(3)]
+    assert [len(agents.started(rank)) for rank in range(3)] == [1, 1, 1]
 
 
 def test_a_worker_that_is_told_to_leave_is_started_again(agents: Agents) -> None:
