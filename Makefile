@@ -116,7 +116,7 @@ cross: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
 	python -m tests.cross
 
 # The table is committed under benchmarks/results.
-fuzz: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad)
+fuzz: $(patsubst %,$(OPS)/%Builder.built,CPUAdam CPUAdagrad PinMemory)
 	python -m tests.fuzz
 
 # The table is committed under benchmarks/results.
