@@ -492,7 +492,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             raise ConfigurationError(problem)
         if problem is not None:
             self._resume_state.saves_during_validation = True
-            logger.warning("%s The model must add it by the end of the first validation.", problem)
+            # A model that has no metrics before its first batch doesn't tell which it will have.
+            logger.log(
+                logging.WARNING if of_model else logging.INFO,
+                "%s The model must add it by the end of the first validation.",
+                problem,
+            )
 
     @contextmanager
     def _save_if_metric_is_unknown(self) -> Iterator[None]:
