@@ -7,6 +7,7 @@ from deepspeed import zero
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -61,6 +62,7 @@ __all__ = [
     "ZERO_OPTIMIZATION",
     "get_accelerator",
     "get_comm_dtype",
+    "installed_ops",
     "is_functorch_transforming",
     "lr_schedules",
     "register_external_parameter",

@@ -156,3 +156,21 @@ def check_torch_compile(
             f"'{ROOT}.zero_optimization.stage' is 3: gathered parameters change their address, "
             'and CUDA graphs need fixed ones. Write "max-autotune-no-cudagraphs", or "stage": 2'
         )
+
+
+def check_unused_parameters(find_unused_parameters: bool, zero_stage: int) -> None:
+    """
+    Refuses parameters that only some ranks use where ranks gather them together.
+
+    # Raises
+
+    `ConfigurationError`
+        At stage 3.
+    """
+    if find_unused_parameters and zero_stage == 3:
+        raise ConfigurationError(
+            "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage "
+            '3 ranks that use different parameters would deadlock. Write "deepspeed_config": '
+            '{"zero_optimization": {"stage": 2}}, or remove \'ddp_accelerator\' if all ranks '
+            "use the same parameters in each step."
+        )

@@ -21,6 +21,7 @@ from allennlp.training.trainer import Trainer
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.config import keys_of_others
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.contradictions import check_unused_parameters
 from allennlp_deepspeed.config.declared_keys import (
     CHECKPOINTER_KEYS,
     INHERITED_TRAINER_KEYS,
@@ -42,7 +43,7 @@ from allennlp_deepspeed.config.schema_validation import lookup, validate
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
-from allennlp_deepspeed.deepspeed_api import get_accelerator
+from allennlp_deepspeed.deepspeed_api import get_accelerator, installed_ops
 from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer
 from allennlp_deepspeed.engine.process import sequence_groups
 from allennlp_deepspeed.launch import nodes, top_level_check
@@ -236,13 +237,15 @@ _MAXIMA = {
 
 def check_devices(config: Dict[str, Any]) -> None:
     """
-    Checks that this machine has the GPUs of a config.
+    Checks that this machine has the GPUs of a config, and what DeepSpeed needs to use its NVMe.
 
     # Raises
 
     `ConfigurationError`
-        If a config that has been checked names a GPU that doesn't exist.
+        If a config that has been checked names a GPU that doesn't exist, or offloads to "nvme"
+        without libaio.
     """
+    _check_nvme(config["trainer"])
     distributed = config.get("distributed")
     path, devices = "trainer.cuda_device", config["trainer"].get("cuda_device")
     if distributed:
@@ -257,6 +260,23 @@ def check_devices(config: Dict[str, Any]) -> None:
         + (f"{count}, numbered from 0: write others, or " if count else "no GPU: write ")
         + f"{on_cpu} to train on the CPU."
     )
+
+
+def _check_nvme(trainer: Dict[str, Any]) -> None:
+    deepspeed_config = DeepSpeedConfig.from_value(trainer.get("deepspeed_config")).config
+    for section in ("offload_param", "offload_optimizer"):
+        path = f"zero_optimization.{section}.device"
+        if lookup(deepspeed_config, path) == "nvme" and not _can_load_async_io():
+            raise ConfigurationError(
+                f"'trainer.deepspeed_config.{path}' is \"nvme\", which needs libaio, its headers "
+                'and a C++ compiler: install them (Debian\'s package libaio-dev), or write "cpu".'
+            )
+
+
+def _can_load_async_io() -> bool:
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    is_built: bool = installed_ops.get(builder.name, False)
+    return is_built or builder.is_compatible(verbose=False)
 
 
 def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
@@ -370,6 +390,10 @@ def _model_class(model: Any) -> Optional[Type[Model]]:
 def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedConfig) -> None:
     settings = settings_of(config, deepspeed_config)
     resolved = deepspeed_config.resolve(settings)
+    accelerator = (config.get("distributed") or {}).get("ddp_accelerator")
+    if isinstance(accelerator, dict):
+        finds = accelerator.get("find_unused_parameters") is True
+        check_unused_parameters(finds, resolved.zero_stage)
     _check_bias_mitigation(config["trainer"].get("callbacks"), resolved)
     _check_fp16(resolved, settings)
     check_transformer_kwargs(config.get("model"), resolved, settings.device_type)

@@ -161,6 +161,28 @@ def test_all_findings_are_said_in_one_message(tmp_path: Path) -> None:
     assert_refused(check(tmp_path, config), lines)
 
 
+def test_parameters_that_only_some_workers_use_are_refused_at_stage_3(tmp_path: Path) -> None:
+    accelerator = {"type": "torch", "find_unused_parameters": True}
+    distributed = {**TWO_WORKERS["distributed"], "ddp_accelerator": accelerator}
+    config = classifier({"distributed": distributed, "trainer.deepspeed_config": "zero_3"})
+    refused = check(tmp_path, config)
+    assert_refused(refused, ["'distributed.ddp_accelerator.find_unused_parameters' is true"])
+    check(tmp_path, config, "-o", '{"trainer.deepspeed_config": "zero_2"}').check()
+
+
+@pytest.mark.parametrize("path", ["offload_param", "offload_optimizer"])
+def test_what_nvme_needs_is_named_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    # Without a compiler nothing is found, libaio neither.
+    monkeypatch.setenv("CC", "false")
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, path: {"device": "nvme"}}
+    config = classifier(ONE_PROCESS, {"trainer.deepspeed_config": {"zero_optimization": section}})
+    line = f"'trainer.deepspeed_config.zero_optimization.{path}.device' is \"nvme\""
+    assert f"Not for this machine: {line}" in check(tmp_path, config).check().output
+    assert_refused(run(tmp_path, "train", "config.jsonnet", "-s", "out"), [line])
+
+
 def test_overrides_are_checked_with_the_file(tmp_path: Path) -> None:
     config = classifier(ONE_PROCESS, {"trainer.use_amp": "no"})
     assert_refused(check(tmp_path, config), ["'trainer.use_amp' is \"no\""])

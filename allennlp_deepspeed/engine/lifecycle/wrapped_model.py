@@ -15,6 +15,7 @@ from allennlp.models.model import Model
 from allennlp.nn.parallel import DdpWrappedModel
 from typing_extensions import override
 
+from allennlp_deepspeed.config.contradictions import check_unused_parameters
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, OffloadDeviceEnum
 from allennlp_deepspeed.engine.lifecycle import activation_checkpointing, features
@@ -94,13 +95,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         check_same_order(model)
         check_loaded_weights(model, optimizer, config)
         check_model(model, config)
-        if find_unused_parameters and config.zero_stage == 3:
-            raise ConfigurationError(
-                "'distributed.ddp_accelerator.find_unused_parameters' is true, but at ZeRO stage "
-                '3 ranks that use different parameters would deadlock. Write "deepspeed_config": '
-                '{"zero_optimization": {"stage": 2}}, or remove \'ddp_accelerator\' if all ranks '
-                "use the same parameters in each step."
-            )
+        check_unused_parameters(find_unused_parameters, config.zero_stage)
         self.config = config
         self.find_unused_parameters = find_unused_parameters
         # Directory of memory-mapped full weights, which may not fit into memory.
