@@ -40,6 +40,10 @@ _MOVED: Dict[str, Dict[str, str]] = {
         name: f"transformers.pytorch_utils:{name}"
         for name in ("Conv1D", "apply_chunking_to_forward", "prune_linear_layer")
     },
+    "transformers.tokenization_utils": {
+        name: f"transformers.tokenization_python:{name}"
+        for name in ("_is_control", "_is_punctuation", "_is_whitespace")
+    },
     "transformers.models.bert.modeling_bert": {"BertLayerNorm": "torch.nn:LayerNorm"},
     "transformers.models.bert.tokenization_bert": {
         name: f"transformers.models.bert.tokenization_bert_legacy:{name}"

@@ -51,6 +51,12 @@ MOVED = [
         "prune_linear_layer",
     ),
     ("transformers.modeling_utils", "Conv1D", "transformers", "Conv1D"),
+    (
+        "transformers.tokenization_utils",
+        "_is_whitespace",
+        "transformers.tokenization_python",
+        "_is_whitespace",
+    ),
 ]
 
 
