@@ -415,7 +415,7 @@ PROJECTS = [
     ),
     Project(
         "machamp-nlp/machamp",
-        "4048c34b37796aa496624b68b3530183dc61a690",
+        "51b4bfd88e376e2e078561f5a8a80c392281e001",
         "config.jsonnet",
         ["machamp"],
         files={
