@@ -7,7 +7,7 @@ from deepspeed import zero
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-from deepspeed.git_version_info import installed_ops
+from deepspeed.git_version_info import accelerator_name, installed_ops
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -60,6 +60,7 @@ __all__ = [
     "OffloadDeviceEnum",
     "PartitionedParameterCoordinator",
     "ZERO_OPTIMIZATION",
+    "accelerator_name",
     "get_accelerator",
     "get_comm_dtype",
     "installed_ops",

@@ -4,10 +4,12 @@ Checks a config before any data is read or any worker started.
 AllenNLP constructs the trainer in the workers only, after it has made the vocabulary.
 """
 
+import contextlib
 import copy
 import inspect
 import json
 import math
+import sys
 from typing import Any, Dict, List, Optional, Type
 
 import torch
@@ -39,11 +41,11 @@ from allennlp_deepspeed.config.global_batch import (
 from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, values_in
 from allennlp_deepspeed.config.key_validation import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement_of_type
-from allennlp_deepspeed.config.schema_validation import lookup, validate
+from allennlp_deepspeed.config.schema_validation import ROOT, lookup, validate
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
-from allennlp_deepspeed.deepspeed_api import get_accelerator, installed_ops
+from allennlp_deepspeed.deepspeed_api import accelerator_name, get_accelerator, installed_ops
 from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer
 from allennlp_deepspeed.engine.process import sequence_groups
 from allennlp_deepspeed.launch import nodes, top_level_check
@@ -245,7 +247,14 @@ def check_devices(config: Dict[str, Any]) -> None:
         If a config that has been checked names a GPU that doesn't exist, or offloads to "nvme"
         without libaio.
     """
-    _check_nvme(config["trainer"])
+    errors = ConfigErrors()
+    with errors.collect():
+        _check_gpus(config)
+    _check_nvme(config["trainer"], errors)
+    errors.raise_any()
+
+
+def _check_gpus(config: Dict[str, Any]) -> None:
     distributed = config.get("distributed")
     path, devices = "trainer.cuda_device", config["trainer"].get("cuda_device")
     if distributed:
@@ -262,21 +271,30 @@ def check_devices(config: Dict[str, Any]) -> None:
     )
 
 
-def _check_nvme(trainer: Dict[str, Any]) -> None:
-    deepspeed_config = DeepSpeedConfig.from_value(trainer.get("deepspeed_config")).config
+def _check_nvme(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
+    config = DeepSpeedConfig.from_value(trainer.get("deepspeed_config")).config
+    # At other stages the optimizer states are in memory.
+    if lookup(config, "zero_optimization.stage") != 3:
+        return
     for section in ("offload_param", "offload_optimizer"):
         path = f"zero_optimization.{section}.device"
-        if lookup(deepspeed_config, path) == "nvme" and not _can_load_async_io():
-            raise ConfigurationError(
-                f"'trainer.deepspeed_config.{path}' is \"nvme\", which needs libaio, its headers "
-                'and a C++ compiler: install them (Debian\'s package libaio-dev), or write "cpu".'
+        if lookup(config, path) == "nvme" and not _can_load_async_io():
+            errors.add(
+                f"'{ROOT}.{path}' is \"nvme\", which needs libaio, its headers and a C++ compiler: "
+                'install them (Debian\'s package libaio-dev), or write "cpu".'
             )
 
 
 def _can_load_async_io() -> bool:
+    """Returns whether DeepSpeed has built its operator for files, or can compile it."""
     builder = get_accelerator().create_op_builder("AsyncIOBuilder")
     is_built: bool = installed_ops.get(builder.name, False)
-    return is_built or builder.is_compatible(verbose=False)
+    if is_built and accelerator_name == get_accelerator().device_name():
+        return True
+    # DeepSpeed asks for the file descriptor of the stream, which a notebook's may not have.
+    with contextlib.redirect_stderr(sys.__stderr__ or sys.stderr):
+        can_compile: bool = builder.is_compatible(verbose=False)
+    return can_compile
 
 
 def _check_trainer(config: Dict[str, Any], errors: ConfigErrors) -> None:
@@ -390,10 +408,8 @@ def _model_class(model: Any) -> Optional[Type[Model]]:
 def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedConfig) -> None:
     settings = settings_of(config, deepspeed_config)
     resolved = deepspeed_config.resolve(settings)
-    accelerator = (config.get("distributed") or {}).get("ddp_accelerator")
-    if isinstance(accelerator, dict):
-        finds = accelerator.get("find_unused_parameters") is True
-        check_unused_parameters(finds, resolved.zero_stage)
+    finds_unused = lookup(config, "distributed.ddp_accelerator.find_unused_parameters") is True
+    check_unused_parameters(finds_unused, resolved.zero_stage)
     _check_bias_mitigation(config["trainer"].get("callbacks"), resolved)
     _check_fp16(resolved, settings)
     check_transformer_kwargs(config.get("model"), resolved, settings.device_type)

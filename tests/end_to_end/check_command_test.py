@@ -183,6 +183,15 @@ def test_what_nvme_needs_is_named_where_it_is_missing(
     assert_refused(run(tmp_path, "train", "config.jsonnet", "-s", "out"), [line])
 
 
+def test_optimizer_states_that_stay_in_memory_need_no_nvme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    section = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
+    config = classifier(ONE_PROCESS, {"trainer.deepspeed_config": {"zero_optimization": section}})
+    assert "Not for this machine" not in check(tmp_path, config).check().output
+
+
 def test_overrides_are_checked_with_the_file(tmp_path: Path) -> None:
     config = classifier(ONE_PROCESS, {"trainer.use_amp": "no"})
     assert_refused(check(tmp_path, config), ["'trainer.use_amp' is \"no\""])
