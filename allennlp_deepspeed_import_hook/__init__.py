@@ -72,7 +72,11 @@ def _start_fork_server() -> None:
 
 
 def _wrap(spec: ModuleSpec) -> None:
-    loader: Any = spec.loader
+    import copy
+
+    # Some serve several modules.
+    loader: Any = copy.copy(spec.loader)
+    spec.loader = loader
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -42,7 +42,12 @@ _MOVED: Dict[str, Dict[str, str]] = {
     },
     "transformers.tokenization_utils": {
         name: f"transformers.tokenization_python:{name}"
-        for name in ("_is_control", "_is_punctuation", "_is_whitespace")
+        for name in (
+            *("BatchEncoding", "PaddingStrategy", "PreTrainedTokenizerBase", "TensorType"),
+            *("TextInput", "Trie", "TruncationStrategy"),
+            *("_is_control", "_is_end_of_word", "_is_punctuation", "_is_start_of_word"),
+            "_is_whitespace",
+        )
     },
     "transformers.models.bert.modeling_bert": {"BertLayerNorm": "torch.nn:LayerNorm"},
     "transformers.models.bert.tokenization_bert": {

@@ -51,11 +51,15 @@ MOVED = [
         "prune_linear_layer",
     ),
     ("transformers.modeling_utils", "Conv1D", "transformers", "Conv1D"),
+    *(
+        ("transformers.tokenization_utils", name, "transformers.tokenization_python", name)
+        for name in ("_is_control", "_is_punctuation", "_is_whitespace", "BatchEncoding")
+    ),
     (
-        "transformers.tokenization_utils",
-        "_is_whitespace",
-        "transformers.tokenization_python",
-        "_is_whitespace",
+        "transformers.tokenization_utils_fast",
+        "PreTrainedTokenizerFast",
+        "transformers",
+        "PreTrainedTokenizerFast",
     ),
 ]
 
