@@ -492,7 +492,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             raise ConfigurationError(problem)
         if problem is not None:
             self._resume_state.saves_during_validation = True
-            # A model that has no metrics before its first batch doesn't tell which it will have.
+            # A model without metrics before its first batch doesn't tell which it will have. With a
+            # wrong name, training ends after the first validation.
             logger.log(
                 logging.WARNING if of_model else logging.INFO,
                 "%s The model must add it by the end of the first validation.",
