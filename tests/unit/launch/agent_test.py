@@ -71,6 +71,8 @@ class Agents:
             min_nodes=1,
         )
         tempfile.tempdir = str(self.directory)
+        # Under `nohup` it is ignored, and stays so.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         error: Optional[BaseException] = None
         with mock.patch.object(agent, "START_METHOD", "fork"):
             try:
