@@ -74,7 +74,7 @@ def _start_fork_server() -> None:
 def _wrap(spec: ModuleSpec) -> None:
     import copy
 
-    # Some serve several modules.
+    # That of transformers' former modules is the same object for all of them.
     loader: Any = copy.copy(spec.loader)
     spec.loader = loader
     run = loader.exec_module

@@ -55,12 +55,6 @@ MOVED = [
         ("transformers.tokenization_utils", name, "transformers.tokenization_python", name)
         for name in ("_is_control", "_is_punctuation", "_is_whitespace", "BatchEncoding")
     ),
-    (
-        "transformers.tokenization_utils_fast",
-        "PreTrainedTokenizerFast",
-        "transformers",
-        "PreTrainedTokenizerFast",
-    ),
 ]
 
 
