@@ -35,6 +35,7 @@ OF_OTHERS = {
         allennlp,
         "commands/find_learning_rate.py",
     ),
+    "KeyError: 2": None,
     "OVERFLOW! … Skipping step": (deepspeed, "runtime/fp16/loss_scaler.py"),
 }
 
