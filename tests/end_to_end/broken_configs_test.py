@@ -160,7 +160,7 @@ def check(project: Path, tmp_path: Path) -> Check:
 
 def last_lines(run: Run, project: Path, tmp_path: Path) -> str:
     """Without paths of this test, and what libraries print before."""
-    lines = [line for line in run.output.splitlines() if "Warning" not in line and line.strip()]
+    lines = [line for line in run.lines() if "Warning" not in line and line.strip()]
     text = "\n".join(lines).replace(f"{tmp_path.name}.jsonnet", "config.jsonnet")
     return text.replace(str(project), "PROJECT")
 

@@ -172,7 +172,7 @@ def test_a_file_has_no_line_of_plugins_and_no_bars_of_transformers(
         cwd=tmp_path,
         env={**os.environ, **BY_DEFAULT},
     ).check()
-    assert run.output.startswith("Reading data.")
+    assert run.lines()[0].startswith("Reading data.")
     assert "\r" not in run.output and "Loading weights" not in run.output
 
 
