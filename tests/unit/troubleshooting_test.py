@@ -35,7 +35,7 @@ OF_OTHERS = {
         allennlp,
         "commands/find_learning_rate.py",
     ),
-    "KeyError: 2": None,
+    "KeyError: 101": None,
     "OVERFLOW! … Skipping step": (deepspeed, "runtime/fp16/loss_scaler.py"),
 }
 
