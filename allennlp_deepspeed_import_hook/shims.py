@@ -104,8 +104,11 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     so that they can be re-initialized. transformers 5 loads them in the type of the file, and its
     `_init_weights` skips weights that have been loaded.
     """
+    from allennlp_deepspeed_import_hook import saved_tokenizers
+
     yield
     module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
+    module.get_tokenizer = saved_tokenizers.as_saved(module.get_tokenizer)  # type: ignore[attr-defined]
 
 
 @contextmanager
