@@ -11,6 +11,7 @@ import signal
 
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from allennlp_deepspeed.engine.process import interruption
 from allennlp_deepspeed_import_hook import process_setup
 
 STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
@@ -26,8 +27,9 @@ if IS_IN_SERVER:
     process_setup.prepare()
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     # Whoever signals all processes of a job, as a terminal does that is closed, means the workers.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            interruption.discard(number)
     for module in _MODULES:
         importlib.import_module(module)
     # Collections in workers needn't look at what has been imported.

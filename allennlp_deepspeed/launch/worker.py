@@ -99,7 +99,8 @@ def run(
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The agent sends SIGTERM then.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        interruption.discard(signal.SIGHUP)
     process = _read_process(node, node_rank)
     os.environ.update({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC")})
     set_up_process(process)

@@ -10,11 +10,12 @@ import sys
 import threading
 from multiprocessing import popen_fork
 from types import FrameType, TracebackType
-from typing import Any, Dict, Optional, Type
+from typing import Any, Dict, List, Optional, Type
 
 import torch
 import torch.distributed as dist
 from allennlp.common.util import SigTermReceived
+from torch.utils.data._utils import signal_handling
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.engine.process import collectives
@@ -46,8 +47,9 @@ class TrainingInterruption:
     context does nothing.
 
     Processes that `multiprocessing` forks meanwhile, such as the workers of a data loader, leave
-    both signals to this process, which may need one more batch. Any other child has the previous
-    handlers.
+    both signals to this process, which may need one more batch: they discard them, and end by
+    SIGKILL when this process calls their `terminate`. Any other child has the previous handlers.
+    Programs that any of them starts have the signals' default actions, because handlers end there.
 
     # Parameters
 
@@ -132,28 +134,64 @@ def interrupted(signal_number: int, where: str) -> BaseException:
 _current: Optional[TrainingInterruption] = None
 
 
-def _settle_signals_of_fork() -> None:
+def discard(signal_number: int) -> None:
+    """
+    Makes this process discard a signal. Unlike an ignored or blocked signal, it has its default
+    action again in programs that this process or its children start.
+    """
+    signal.signal(signal_number, _do_nothing)
+    # Code in C isn't interrupted either.
+    signal.siginterrupt(signal_number, False)
+
+
+def _do_nothing(signal_number: int, frame: Optional[FrameType]) -> None:
+    pass
+
+
+def _settle_signals_of_child() -> None:
     if _current is None:
         return
-    # Without `sigwaitinfo`, on macOS, the sender of a signal is unknown.
-    if hasattr(signal, "sigwaitinfo") and _is_forked_by_multiprocessing(sys._getframe(1)):
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        threading.Thread(target=_wait_for_sigterm_of, args=(os.getppid(),), daemon=True).start()
-    else:
-        # It may become another program, as after a `preexec_fn`: that program would inherit blocked
-        # or ignored signals.
-        for signal_number, handler in _current.previous_handlers.items():
-            signal.signal(signal_number, handler)
+    handlers = _current.previous_handlers
+    if _is_forked_by_multiprocessing(sys._getframe(1)):
+        _leave_to_parent(list(handlers))
+        return
+    # It may become another program, as after a `preexec_fn`.
+    for signal_number, handler in handlers.items():
+        signal.signal(signal_number, handler)
+
+
+def _leave_to_parent(signal_numbers: List[int]) -> None:
+    """
+    Discards signals in a loader worker, also after PyTorch has set its own handler of SIGTERM in
+    that of a `DataLoader`.
+    """
+    set_handlers = signal_handling._set_worker_signal_handlers
+
+    def set_others() -> None:
+        set_handlers()
+        for signal_number in signal_numbers:
+            discard(signal_number)
+
+    signal_handling._set_worker_signal_handlers = set_others
+    for signal_number in signal_numbers:
+        discard(signal_number)
+
+
+def _kill_instead_of_terminating() -> None:
+    """
+    Makes `terminate` of the process that `multiprocessing` has just forked send SIGKILL, because
+    that process discards SIGTERM.
+    """
+    caller = sys._getframe(1)
+    if _current is not None and _is_forked_by_multiprocessing(caller):
+        process = caller.f_locals["self"]
+        process.terminate = process.kill
 
 
 def _is_forked_by_multiprocessing(caller: FrameType) -> bool:
     return caller.f_globals.get("__name__") == popen_fork.__name__
 
 
-def _wait_for_sigterm_of(parent: int) -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-os.register_at_fork(after_in_child=_settle_signals_of_fork)
+os.register_at_fork(
+    after_in_child=_settle_signals_of_child, after_in_parent=_kill_instead_of_terminating
+)

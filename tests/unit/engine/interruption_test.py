@@ -5,10 +5,12 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 from multiprocessing.connection import Connection
 from typing import Callable, Dict, Iterator
 
 import pytest
+import torch
 
 from allennlp_deepspeed.engine.process.interruption import TrainingInterruption
 
@@ -56,15 +58,47 @@ def run(**arguments) -> str:
     ).stdout
 
 
+def run_by_the_system() -> str:
+    with tempfile.NamedTemporaryFile("r") as file:
+        os.system(f"cat /proc/self/status > {file.name}")
+        return file.read()
+
+
+def run_by_posix_spawn() -> str:
+    with tempfile.NamedTemporaryFile("r") as file:
+        to_file = [(os.POSIX_SPAWN_OPEN, 1, file.name, os.O_WRONLY, 0)]
+        pid = os.posix_spawn("/bin/cat", ["cat", "/proc/self/status"], {}, file_actions=to_file)
+        os.waitpid(pid, 0)
+        return file.read()
+
+
+def in_a_loader_worker(start: Callable[[], str]) -> str:
+    """Calls a function as a reader does in a data loader's worker."""
+    parent, child = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=lambda: child.send(start()))
+    process.start()
+    status = parent.recv()
+    process.join()
+    return status
+
+
+@pytest.mark.parametrize("call", [lambda start: start(), in_a_loader_worker], ids=["own", "loader"])
 @pytest.mark.parametrize(
     "start",
-    [run, lambda: run(preexec_fn=lambda: None), exec_after_fork],
-    ids=["subprocess", "preexec_fn", "fork"],
+    [
+        run,
+        lambda: run(preexec_fn=lambda: None),
+        exec_after_fork,
+        run_by_the_system,
+        run_by_posix_spawn,
+    ],
+    ids=["subprocess", "preexec_fn", "fork", "system", "posix_spawn"],
 )
 def test_another_program_neither_blocks_nor_ignores_signals(
-    training: None, start: Callable[[], str]
+    training: None, start: Callable[[], str], call: Callable[[Callable[[], str]], str]
 ):
-    assert masks(start()) == {"SigBlk": 0, "SigIgn": 0, "SigCgt": 0}
+    assert masks(call(start)) == {"SigBlk": 0, "SigIgn": 0, "SigCgt": 0}
 
 
 @pytest.mark.parametrize("signal_number", SIGNALS)
@@ -109,3 +143,24 @@ def test_a_data_loader_leaves_signals_to_the_process_that_trains(training: None)
         process.terminate()
         process.join(1)
     assert process.exitcode == -signal.SIGKILL
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+def test_a_loader_of_pytorch_leaves_signals_to_the_process_that_trains(training: None):
+    """Although PyTorch sets handlers of its own in its workers."""
+    context = multiprocessing.get_context("fork")
+    numbers = iter(
+        torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context=context)
+    )
+    assert next(numbers) == 0
+    (worker,) = multiprocessing.active_children()
+    for number in SIGNALS:
+        subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)
+    assert [int(number) for number in numbers] == list(range(1, 100))
