@@ -292,9 +292,21 @@ class DeepSpeedCheckpointer(Checkpointer):
         """
         Saves a checkpoint. It is committed, and older ones are pruned, in a background thread while
         training continues. Must be called on every rank.
+
+        # Raises
+
+        `NotANumberError`
+            On every rank, if a loss, a gradient or a weight is NaN.
+        `RuntimeError`
+            On every rank, if weights have been changed where the change is lost.
         """
         if trainer.engine.zero_nvme_offload_optimizer():
             return  # the warning is in `load_checkpoint`
+        with trainer.weights_to_save():
+            self._save(trainer)
+
+    def _save(self, trainer: TrainerProtocol) -> None:
+        """Saves the current weights and states. Must be called on every rank."""
         if self._commits is None:
             directories = trainer.directories
             self._commits = BackgroundCommit(

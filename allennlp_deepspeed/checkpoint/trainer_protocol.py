@@ -1,5 +1,5 @@
 import inspect
-from typing import Any, Iterable, Iterator, List, Mapping, NoReturn, Protocol
+from typing import Any, ContextManager, Iterable, Iterator, List, Mapping, NoReturn, Protocol
 
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
@@ -81,6 +81,12 @@ class TrainerProtocol(Protocol):
         """
         Returns this rank's training state: the state of each part, and the values that the
         checkpointer reads.
+        """
+
+    def weights_to_save(self) -> ContextManager[None]:
+        """
+        Context manager in which the weights are those of the training, after checks of what must
+        hold of weights that are saved. Must be entered on every rank.
         """
 
     def save_best_weights(self) -> None:

@@ -1,6 +1,5 @@
-import math
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.data.data_loaders import TensorDict
@@ -17,6 +16,7 @@ from allennlp_deepspeed.engine.lifecycle.profiler_ranges import (
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import highest_learning_rate
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
+from allennlp_deepspeed.engine.parameters.finite_weights import FiniteWeights
 from allennlp_deepspeed.engine.parameters.weight_changes import (
     RequiresGradDetector,
     WeightChangeDetector,
@@ -98,9 +98,11 @@ class GradientStep:
         """The number of micro-batches by which the losses of the step are divided."""
         self.has_failed = False
         """Whether the engine has left out a step where no loss scale explains it."""
-        self._checked_parameters: List[torch.nn.Parameter] = []
-        if not loss_scaling.skips_non_finite(self._engine, self.scaler):
-            self._checked_parameters = _finite_parameters(self._engine.module)
+        self._skips_non_finite = loss_scaling.skips_non_finite(self._engine, self.scaler)
+        self.weights = FiniteWeights(self._engine)
+        """Whether the weights are still finite."""
+        self.is_in_step = False
+        """Whether a step has begun whose weights haven't been updated."""
         self.reshard_after_micro_batch = reshard_after_micro_batch
         """Whether ZeRO-3 parameters are gathered again for each micro-batch."""
 
@@ -125,6 +127,7 @@ class GradientStep:
         """
         self.num_accumulation_steps = num_accumulation_steps
         self._num_micro_batches = 0
+        self.is_in_step = True
         self._requires_grad_detector.check()
         if self._loss_weights is not None:
             self._weights = self._loss_weights.compute(
@@ -203,6 +206,7 @@ class GradientStep:
         self._gradient_synchronizer.finish_step()
         if self.reshard_after_micro_batch is not None:
             self.reshard_after_micro_batch.finish_step()
+        self.is_in_step = False
         return norm
 
     def _step_engine(self) -> Tuple[bool, Norm]:
@@ -243,16 +247,11 @@ class GradientStep:
         out none, whether this rank's weights aren't finite anymore. It synchronizes with the
         device.
         """
-        if self.has_failed or not self._checked_parameters:
-            return self.has_failed
-        weights = [parameter.detach() for parameter in self._checked_parameters]
-        # Unlike the 2-norm, it is finite if all elements are.
-        largest = torch.nn.utils.get_total_norm(weights, norm_type=math.inf)
-        return not math.isfinite(largest)
+        return self.has_failed or not (self._skips_non_finite or self.weights.are_finite())
 
-    def raise_error(self, num_steps: int) -> NoReturn:
+    def non_finite_error(self, num_steps: int) -> NotANumberError:
         """
-        Raises an error. Every rank must call it if any `has_non_finite_gradients`.
+        Returns the error to raise on every rank if any `has_non_finite_gradients`.
 
         # Parameters
 
@@ -260,7 +259,7 @@ class GradientStep:
             The number of optimizer steps of all epochs, including the last.
         """
         or_before = "" if self.has_failed else " or before"
-        raise NotANumberError(
+        return NotANumberError(
             f"NaN or infinite gradients encountered at global step {num_steps}{or_before}, "
             "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's "
             "constructor finds the operation, for example a square root, a norm or a division at "
@@ -286,12 +285,6 @@ class GradientStep:
         """
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return None if norm is None else float(norm)
-
-
-def _finite_parameters(model: torch.nn.Module) -> List[torch.nn.Parameter]:
-    """Returns the trainable parameters without the NaN or infinity that a model may begin with."""
-    parameters = [p for p in model.parameters() if p.requires_grad and p.numel() > 0]
-    return [parameter for parameter in parameters if parameter.isfinite().all()]
 
 
 def _check_requires_gradient(loss: torch.Tensor) -> None:

@@ -213,6 +213,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._progress = Progress()
             super().__init__(**constructed.allennlp_arguments(), ddp_wrapped_model=wrapped_model)
             self._has_trained = False
+            # After it nothing is saved, by callbacks in `on_end` for example.
+            self._nan_error: Optional[NotANumberError] = None
             self._directories = find_directories(arguments, wrapped_model.config)
             self._metric_tracker = AgreedMetricTracker(
                 arguments.validation_metric, arguments.patience
@@ -756,13 +758,17 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             seconds_per_step=interval.seconds_per_step(),
         )
         if status.steps_since_nan:
-            raise NotANumberError(
+            self._nan_error = NotANumberError(
                 describe_nan_loss(
                     self, epoch, status.steps_since_nan, own_steps_since_nan, losses.nan_terms
                 )
             )
-        if status.has_non_finite_gradients:
-            self._gradient_step.raise_error(self._progress.total_batches_completed)
+        elif status.has_non_finite_gradients:
+            self._nan_error = self._gradient_step.non_finite_error(
+                self._progress.total_batches_completed
+            )
+        if self._nan_error is not None:
+            raise self._nan_error
         if status.ranks_differ:
             raise RuntimeError(
                 f"In one of the last {interval.num_steps} steps the workers used "
@@ -904,6 +910,41 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         size = micro_batch_size(self.data_loader) or 1
         return size * self._num_gradient_accumulation_steps * self.data_parallel_size
 
+    @contextmanager
+    def weights_to_save(self) -> Iterator[None]:
+        """
+        Context manager in which the weights are those of the training, also if a moving average
+        replaces them, after all checks that follow a reading of the losses. Every rank must enter
+        it.
+
+        # Raises
+
+        `NotANumberError`
+            On every rank, if a loss, a gradient or a weight is NaN, or was when training ended.
+        `RuntimeError`, `ConfigurationError`
+            As `_synchronize` does.
+        """
+        with self._moving_average.suspended() if self._moving_average else nullcontext():
+            self._check_weights()
+            yield
+
+    def _check_weights(self) -> None:
+        """Checks what must hold of all weights that are saved. Every rank must call it."""
+        if self._nan_error is not None:
+            raise self._nan_error
+        num_steps = self._step_metrics.synchronization_interval.num_steps
+        if num_steps > 0 and not self._gradient_step.is_in_step:
+            self._synchronize(self._progress.epochs_completed)
+        self._weight_change_detector.raise_if_changed()
+        is_finite = self._gradient_step.weights.are_finite()
+        if collectives.all_reduce_any(not is_finite, self.cuda_device):
+            self._nan_error = NotANumberError(
+                "Weights are NaN or infinite after global step "
+                f"{self._progress.total_batches_completed}, so they aren't saved. If no callback "
+                "has changed them, gradients were, or the learning rate is too high."
+            )
+            raise self._nan_error
+
     def save_best_weights(self) -> None:
         """
         Saves the best weights if the epoch that has just ended was the best and they haven't been
@@ -932,7 +973,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         """
         self._best_model_filename = self.best_weights.path
         if self.best_weights.saved_after != self._progress.epochs_completed:
-            self._weight_change_detector.raise_if_changed()
+            self._check_weights()
             self.best_weights.save(self._progress.epochs_completed)
 
     @override

@@ -112,3 +112,92 @@ def test_all_checkpoints_are_committed_when_callbacks_end(world_size: int, tmp_p
     )
     checkpoints = ["checkpoint_e1_b0", "checkpoint_e2_b0"]
     assert side.on_all_ranks(train_and_list, tmp_path) == [checkpoints] * world_size
+
+
+# What isn't finite
+
+
+def third_is_nan(rank: int) -> List[Dict[str, torch.Tensor]]:
+    first, second, third = batches(rank)
+    return [first, second, {"inputs": third["inputs"] * (float("nan") if rank == 0 else 1)}, first]
+
+
+class SaveEachStep(TrainerCallback):
+    """And when training ends. It may change weights before."""
+
+    def __init__(self, changes_weights: bool = False) -> None:
+        super().__init__("")
+        self.changes_weights = changes_weights
+
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.changes_weights and trainer.steps_completed == 3:
+            with trainer.modified_weights():
+                trainer.model.layers[0].weight[0, 0] = float("inf")
+        trainer.checkpointer.save_checkpoint(trainer)
+
+    def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.checkpointer.save_checkpoint(trainer)
+
+
+class SaveAtTheEnd(SaveEachStep):
+    """Of what the checkpointer has found to be NaN."""
+
+    def on_batch(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class OwnTimes(DeepSpeedCheckpointer):
+    def maybe_save_checkpoint(self, trainer: Any, *args: Any) -> bool:  # type: ignore[override]
+        self.save_checkpoint(trainer)
+        return True
+
+
+def errors(trainer: Any) -> List[str]:
+    """Of training, and of saving afterwards."""
+    found = []
+    for act in (trainer.train, lambda: trainer.checkpointer.save_checkpoint(trainer)):
+        with pytest.raises(ValueError) as error:
+            act()
+        found.append(type(error.value).__name__)
+    trainer.checkpointer.finish()
+    return found
+
+
+def tensors(value: Any) -> List[torch.Tensor]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) and value.is_floating_point() else []
+
+
+@pytest.mark.parametrize(
+    "stage, world_size, precision",
+    [(0, 1, "fp32"), (2, 2, "fp32"), (3, 2, "bf16"), (0, 2, "bf16")],
+)
+@pytest.mark.parametrize("door", ["checkpointer", "callback", "end", "changed weights"])
+def test_nothing_that_is_not_finite_is_saved(
+    door: str, stage: int, world_size: int, precision: str, tmp_path: Path
+) -> None:
+    kind = OwnTimes if door == "checkpointer" else DeepSpeedCheckpointer
+    each_step, at_end = SaveEachStep(door == "changed weights"), SaveAtTheEnd()
+    side = Side(
+        TwoLayers,
+        batches if door == "changed weights" else third_is_nan,
+        stage,
+        world_size,
+        deepspeed_config={"bf16": {"enabled": True}} if precision == "bf16" else {},
+        callbacks=lambda: {"checkpointer": [], "end": [at_end]}.get(door, [each_step]),
+        checkpointer=kind(
+            tmp_path,
+            keep_most_recent_by_count=1,
+            save_every_num_batches=2 if door == "end" else None,
+        ),
+        log_every_num_steps=100,
+    )
+    of_ranks = side.on_all_ranks(errors, tmp_path)
+    assert of_ranks == [["NotANumberError", "NotANumberError"]] * world_size
+    assert [path.name for path in tmp_path.glob("checkpoint_*")] == ["checkpoint_e0_b2"]
+    for path in tmp_path.glob("checkpoint_*/**/*.pt"):
+        saved = tensors(torch.load(path, weights_only=False))
+        assert all(tensor.isfinite().all() for tensor in saved)

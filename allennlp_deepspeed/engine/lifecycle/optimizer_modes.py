@@ -35,7 +35,6 @@ class OptimizerModes(EvaluationWeights):
         optimizer: Any = engine.basic_optimizer
         self._train, self._evaluate = optimizer.train, optimizer.eval
         self._optimizer = optimizer
-        self._is_assigned = False
         self._switch(self._train)
         optimizer.train, optimizer.eval = self.restore, self.assign_average_value
 
@@ -64,19 +63,18 @@ class OptimizerModes(EvaluationWeights):
 
     @override
     def assign_average_value(self) -> None:
-        if not self._is_assigned:
+        if not self.is_assigned:
             super().assign_average_value()
 
     @override
     def restore(self) -> None:
-        if self._is_assigned:
+        if self.is_assigned:
             super().restore()
 
     @override
     def _assign(self) -> None:
         self._backups = self._copies()
         self._switch(self._evaluate)
-        self._is_assigned = True
 
     @override
     def _restore(self) -> None:
@@ -84,7 +82,6 @@ class OptimizerModes(EvaluationWeights):
         for name, shard in self._parameters:
             shard.data.copy_(self._backups[name])
         self._backups.clear()
-        self._is_assigned = False
 
     def _copies(self) -> Dict[str, torch.Tensor]:
         return {name: shard.data.clone() for name, shard in self._parameters}
@@ -96,11 +93,10 @@ class OptimizerModes(EvaluationWeights):
     @override
     def state_dict(self) -> Dict[str, Any]:
         """Returns this rank's shard of the weights for evaluation."""
-        is_assigned = self._is_assigned
-        if not is_assigned:
+        if not self.is_assigned:
             self._assign()
         weights = self._copies()
-        if not is_assigned:
+        if not self.is_assigned:
             self._restore()
         return {"shadows": weights}
 

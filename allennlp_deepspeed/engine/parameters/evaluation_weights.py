@@ -35,6 +35,8 @@ class EvaluationWeights(MovingAverage):
         )
         # Detects changes of others before this object writes the weights.
         self.change_detector: Optional[WeightChangeDetector] = None
+        self.is_assigned = False
+        """Whether they have replaced the weights of the training."""
         self._error_when_assigned: Optional[BaseException] = None
 
     def _assign(self) -> None:
@@ -52,6 +54,7 @@ class EvaluationWeights(MovingAverage):
             self.change_detector.raise_if_changed()
         self._error_when_assigned = sys.exc_info()[1]
         with self._own_change():
+            self.is_assigned = True
             self._assign()
             self._shards.update_parameters()
 
@@ -64,6 +67,20 @@ class EvaluationWeights(MovingAverage):
         finally:
             self.restore()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """
+        Context manager in which the weights are those of the training. Every rank must enter it.
+        """
+        if not self.is_assigned:
+            yield
+            return
+        self.restore()
+        try:
+            yield
+        finally:
+            self.assign_average_value()
+
     @override
     def restore(self) -> None:
         """
@@ -75,6 +92,7 @@ class EvaluationWeights(MovingAverage):
         with self._own_change():
             self._restore()
             self._shards.update_parameters()
+            self.is_assigned = False
 
     def _own_change(self) -> ContextManager[None]:
         return nullcontext() if self.change_detector is None else self.change_detector.own_change()

@@ -1,0 +1,36 @@
+import math
+from typing import List
+
+import torch
+
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.parameters.shards import Shards
+
+
+class FiniteWeights:
+    """
+    Finds NaN or infinity in this rank's elements of the tensors that the optimizer updates, except
+    in parameters that began with such a value. It finds none on NVMe.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        is_in_memory = not engine.zero_nvme_offload_optimizer()
+        fragments = Shards(engine).fragments if is_in_memory else {}
+        self._fragments = [
+            fragment
+            for parameter, fragment in fragments.items()
+            if parameter.requires_grad and fragment.size > 0
+            if fragment.in_master(fragment.master.detach()).isfinite().all()
+        ]
+
+    def are_finite(self) -> bool:
+        """Returns whether they are all finite. It synchronizes with the device."""
+        elements: List[torch.Tensor] = [
+            fragment.in_master(fragment.master.detach()) for fragment in self._fragments
+        ]
+        # Unlike the 2-norm, it is finite if all elements are.
+        return math.isfinite(torch.nn.utils.get_total_norm(elements, norm_type=math.inf))
