@@ -6,7 +6,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
-from allennlp_deepspeed.checkpoint import frozen_parameters, serialization
+from allennlp_deepspeed.checkpoint import frozen_parameters, serialization, start_record
 from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.parameters import full_parameters
@@ -27,14 +27,22 @@ class BestWeights:
     is_primary : `bool`, required.
         Whether this worker writes the files that a node has once. Each node archives the model from
         its own serialization directory.
+    checkpoints_follow : `bool`, required.
+        Whether checkpoints are saved. Until the first, a new start may remove the weights.
     """
 
     def __init__(
-        self, wrapped_model: DeepSpeedWrappedModel, serialization_dir: str, is_primary: bool
+        self,
+        wrapped_model: DeepSpeedWrappedModel,
+        serialization_dir: str,
+        is_primary: bool,
+        checkpoints_follow: bool,
     ) -> None:
         frozen_parameters.check_archived_elsewhere(wrapped_model.engine.module)
         self._wrapped_model = wrapped_model
         self._is_primary = is_primary
+        self._checkpoints_follow = checkpoints_follow
+        self._serialization_dir = serialization_dir
         self.path = os.path.join(serialization_dir, BEST_WEIGHTS_NAME)
         self._frozen: Optional[Dict[str, FrozenRecord]] = None  # computed on first use
         # Of the frozen parameters, when archives or checkpoints first need to be without them.
@@ -167,6 +175,9 @@ class BestWeights:
     def _write(self, state_dict: Dict[str, Any]) -> None:
         files.save(state_dict, self._temporary_path)
         files.flush(self._temporary_path)
+        if self._checkpoints_follow:
+            fingerprint = start_record.fingerprint(self._temporary_path)
+            start_record.add(self._serialization_dir, BEST_WEIGHTS_NAME, fingerprint)
         files.rename(self._temporary_path, self.path)
 
 

@@ -5,10 +5,16 @@ Names, finds, commits and removes checkpoints, and cleans up after a crash.
 import os
 import re
 import time
+from contextlib import suppress
 from typing import List, NamedTuple, Optional
 
 from allennlp_deepspeed import files
-from allennlp_deepspeed.checkpoint.commit_record import CommitRecord, training_state_name
+from allennlp_deepspeed.checkpoint import start_record
+from allennlp_deepspeed.checkpoint.commit_record import (
+    CheckpointError,
+    CommitRecord,
+    training_state_name,
+)
 
 ENGINE_TAG = "engine"
 BEST_WEIGHTS_NAME = "best.th"
@@ -17,7 +23,8 @@ _UNFINISHED = ".unfinished"
 _NAME = re.compile(r"checkpoint_e(\d+)_b(\d+)$")
 _LEFTOVER = re.compile(
     r"checkpoint_e\d+_b\d+(\.replaced)?\.(unfinished|removed)$"
-    r"|best\.th\.w\d+\.tmp$|(config\.json|model\.tar\.gz)\.unfinished$|mapped_\w+\.tmp$"
+    r"|best\.th\.w\d+\.tmp$|(config\.json|metrics\.jsonl|model\.tar\.gz|start\.json)\.unfinished$"
+    r"|mapped_\w+\.tmp$"
     r"|token_\w+\.tmp$"
 )
 _REPLACED = re.compile(r"(checkpoint_e\d+_b\d+)\.replaced$")
@@ -123,6 +130,7 @@ class CheckpointDirectory:
             files.rename(path, replaced)
         files.rename(unfinished, path)
         files.flush(self.serialization_dir)
+        start_record.remove(self.serialization_dir)
         self._remove(replaced)
 
     def prune(self, newest: PointInTime, count: Optional[int], age: Optional[float]) -> None:
@@ -130,9 +138,9 @@ class CheckpointDirectory:
         Removes the checkpoints that are neither among the `count` newest nor younger than `age`
         seconds. If both are `None`, none of these is removed. `newest`, the checkpoint just
         committed, always remains. Checkpoints after it are always removed: they belong to a run
-        that this one doesn't continue.
+        that this one doesn't continue. A directory remains whose commit record isn't of its name.
         """
-        checkpoints = self.list_checkpoints()
+        checkpoints = [point for point in self.list_checkpoints() if self._is_committed(point)]
         for point in checkpoints:
             if point > newest:
                 self.remove(point)
@@ -146,6 +154,12 @@ class CheckpointDirectory:
         for point in checkpoints:
             if point not in keep:
                 self.remove(point)
+
+    def _is_committed(self, point: PointInTime) -> bool:
+        with suppress(CheckpointError):
+            record = CommitRecord.read(self.path(point))
+            return point == (record.epochs_completed, record.batches_in_epoch_completed)
+        return False
 
     def remove(self, point: PointInTime) -> None:
         self._remove(self.path(point))

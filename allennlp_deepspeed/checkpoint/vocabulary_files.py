@@ -11,7 +11,7 @@ from allennlp.data.vocabulary import NAMESPACE_PADDING_FILE
 
 from allennlp_deepspeed import files
 
-_DIRECTORY = "vocabulary"
+DIRECTORY = "vocabulary"
 
 
 def checksums(serialization_dir: str) -> Dict[str, str]:
@@ -19,9 +19,12 @@ def checksums(serialization_dir: str) -> Dict[str, str]:
     Returns the SHA-256 of each file of the vocabulary, by name; empty if there is no vocabulary.
     The order of lines is ignored for the file that AllenNLP writes from a set.
     """
-    directory = os.path.join(serialization_dir, _DIRECTORY)
-    if not os.path.isdir(directory):
-        return {}
+    directory = os.path.join(serialization_dir, DIRECTORY)
+    return checksums_in(directory) if os.path.isdir(directory) else {}
+
+
+def checksums_in(directory: str) -> Dict[str, str]:
+    """Returns the checksums of the vocabulary in a directory, as `checksums`."""
     paths = {name: os.path.join(directory, name) for name in sorted(os.listdir(directory))}
     return {
         name: _checksum_of_lines(path) if name == NAMESPACE_PADDING_FILE else files.sha256(path)
@@ -50,7 +53,7 @@ def difference(serialization_dir: str, recorded: Dict[str, str], checkpoint: str
     names = sorted(n for n in {**recorded, **actual} if recorded.get(n) != actual.get(n))
     if not names:
         return None
-    which = ", ".join(os.path.join(serialization_dir, _DIRECTORY, name) for name in names[:3])
+    which = ", ".join(os.path.join(serialization_dir, DIRECTORY, name) for name in names[:3])
     return (
         f"{checkpoint} was trained with another vocabulary: "
         f"{which}{' and others' if len(names) > 3 else ''} differ, so that words or labels have "

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Union
+from typing import Any, Dict, Iterable, List, Union
 
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
@@ -16,28 +16,33 @@ from allennlp.models.archival import CONFIG_NAME
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
+from allennlp_deepspeed.checkpoint import start_record, vocabulary_files
+from allennlp_deepspeed.checkpoint.checkpoint_directory import (
+    BEST_WEIGHTS_NAME,
+    CheckpointDirectory,
+)
 from allennlp_deepspeed.config.declared_keys import may_change
 from allennlp_deepspeed.launch import directory_lock
 
 logger = logging.getLogger(__name__)
 
-# Files that a training without a checkpoint leaves.
+# Files that a training without a checkpoint leaves where its record is.
 _FILES_OF_START = (
+    start_record.FILE_NAME,
     "config.json",
     "meta.json",
-    "vocabulary",
     "log",
     "out.log",
     "out_worker*.log",
     "out_node*.log",
     "metrics.jsonl",
     "metrics_epoch_*.json",
-    "best.th",
     "nvme",
     "profile",
-    "*.unfinished*",
 )
+
+# Those of which only the recorded ones are removed: a user's have the same names.
+_RECORDED = (vocabulary_files.DIRECTORY, BEST_WEIGHTS_NAME)
 
 # Files that AllenNLP and this package write to where they are. Others are replaced by a new file.
 _WRITTEN_IN_PLACE = (
@@ -92,8 +97,8 @@ def has_training(serialization_dir: Union[str, os.PathLike], force: bool) -> boo
 
 def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> None:
     """
-    Removes the files of an earlier start that had no checkpoint on any node. Called on the node
-    that creates the directory.
+    Removes the files of an earlier start that had no checkpoint on any node, as far as its record
+    says that they are its own. Called on the node that creates the directory.
 
     # Parameters
 
@@ -104,18 +109,20 @@ def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
     # Raises
 
     `ConfigurationError`
-        If the directory of another training has other files.
+        If the directory has other files that would be overwritten, or is that of another training
+        and has any other files.
     """
     directory = Path(serialization_dir)
     # Also removes tokens of processes that compared their directories.
     CheckpointDirectory(str(directory)).clean_up()
-    names = os.listdir(directory) if directory.is_dir() else []
+    names = sorted(os.listdir(directory)) if directory.is_dir() else []
     names = [name for name in names if name != directory_lock.FILE_NAME]
-    others = [n for n in names if not any(fnmatch.fnmatch(n, p) for p in _FILES_OF_START)]
-    if others and not is_ours:
+    others = [name for name in names if not _is_of_start(str(directory), name, is_ours)]
+    if others and not (is_ours and _are_of_callbacks(others)):
         raise ConfigurationError(
             f"{directory} has no training to resume, but other files: {json.dumps(others)}. "
-            "Choose another directory with -s, or delete them."
+            "Choose another directory with -s, or move them to another (and with them the path in "
+            "a config that reads them), or delete them."
         )
     names = [name for name in names if name not in others]
     for name in names:
@@ -124,13 +131,27 @@ def start_over(serialization_dir: Union[str, os.PathLike], is_ours: bool) -> Non
         announce(logger, "Removed an earlier start without a checkpoint from %s.", directory)
 
 
+def _is_of_start(directory: str, name: str, is_ours: bool) -> bool:
+    if name in _RECORDED and not is_ours:
+        return start_record.is_unchanged(directory, name)
+    return start_record.exists(directory) and _matches(name, (*_FILES_OF_START, *_RECORDED))
+
+
+def _are_of_callbacks(names: List[str]) -> bool:
+    """Returns whether no other part of a training writes files of these names."""
+    return not any(_matches(name, (*_FILES_OF_START, *_RECORDED, "model.tar.gz")) for name in names)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
 def _has_checkpoint(directory: Path) -> bool:
     is_training = (directory / "config.json").is_file() and (directory / "vocabulary").is_dir()
-    is_finished = (directory / "model.tar.gz").is_file()
     # One that was being replaced gets its name back when the training continues.
     is_replaced = any(directory.glob("checkpoint_*.replaced"))
     found = CheckpointDirectory(str(directory)).list_checkpoints()
-    return is_training and (is_finished or is_replaced or bool(found))
+    return is_training and (is_replaced or bool(found))
 
 
 def refuse_links(serialization_dir: Union[str, os.PathLike]) -> None:

@@ -24,6 +24,7 @@ from allennlp.common import logging as common_logging
 from allennlp.data import Vocabulary
 from allennlp.training import util as training_util
 
+from allennlp_deepspeed.checkpoint import start_record, vocabulary_files
 from allennlp_deepspeed.checkpoint.shared_directories import Directories, remove_stale_tokens
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.worker_failure import PeerFailed
@@ -77,11 +78,32 @@ def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bo
         except OSError as error:
             raise cannot_write(path, error) from error
         lock.acquire()
+        if not recover:
+            start_record.create(path)
         if store is not None:
             mark_created(store, rank)
 
-    with mock.patch.object(training_util, "create_serialization_dir", create_if_needed):
+    save = Vocabulary.save_to_files
+
+    def save_recorded(vocabulary: Vocabulary, directory: str) -> None:
+        _record(partial(save, vocabulary, directory), directory)
+
+    with (
+        mock.patch.object(training_util, "create_serialization_dir", create_if_needed),
+        mock.patch.object(Vocabulary, "save_to_files", save_recorded),
+    ):
         yield is_ours
+
+
+def _record(save: Callable[[], None], directory: str) -> None:
+    """Saves a vocabulary, and records that in the serialization directory that it is saved in."""
+    serialization_dir, name = os.path.split(os.fspath(directory))
+    if name != vocabulary_files.DIRECTORY:
+        save()
+        return
+    start_record.add(serialization_dir, name)
+    save()
+    start_record.add(serialization_dir, name, start_record.fingerprint(directory))
 
 
 class SerializationDirectory:

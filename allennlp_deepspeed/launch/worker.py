@@ -33,6 +33,7 @@ from allennlp.training import util as training_util
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
+from allennlp_deepspeed.checkpoint import start_record
 from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.engine.process import collectives, interruption, worker_failure
 from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
@@ -214,6 +215,8 @@ def train(
             if directory is not None:
                 directory.wait_for_all()
             raise
+        if is_leader:
+            start_record.remove(arguments["serialization_dir"])
         if directory is not None:
             directory.wait_for_all()
         return result

@@ -240,7 +240,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 report=self._report,
             )
             self._resume_state = self._construct_resume_state()
-            self.best_weights = BestWeights(wrapped_model, self._serialization_dir, self._primary)
+            saves = self._checkpointer is not None and not self.engine.zero_nvme_offload_optimizer()
+            self.best_weights = BestWeights(
+                wrapped_model, self._serialization_dir, self._primary, checkpoints_follow=saves
+            )
             self._buffer_broadcast = BufferBroadcast(self.model, self.cuda_device)
             self._loss_of_validation = ValidationLoss(model)
             self._gathered_evaluation = GatheredEvaluation(

@@ -6,7 +6,7 @@ they are started again.
 import shutil
 import sys
 from pathlib import Path
-from typing import Dict, Iterator, List
+from typing import Callable, Dict, Iterator, List
 
 import pytest
 from allennlp.common.util import find_open_port
@@ -122,14 +122,26 @@ def test_a_failure_ends_all_of_a_launchers_processes(
 
 
 def test_resume_starts_and_continues_by_one_command(
-    experiments: Experiments, tmp_path: Path
+    experiments: Experiments, tmp_path: Path, expect_message: Callable[[str], None]
 ) -> None:
     config = {**CONFIG, "trainer": {**CONFIG["trainer"], "resume": "auto"}}
-    training = arguments(config, tmp_path)
-    # A start that hasn't come to a checkpoint, and one that is whole.
     out = tmp_path / "out"
+    # What a user has put there.
     shutil.copytree(experiments.run(CONFIG).serialization_dir / "vocabulary", out / "vocabulary")
-    (out / "config.json").write_text("{}")
+    (out / "best.th").write_text("weights that took a week")
+    run = allennlp(*arguments(config, tmp_path))
+    assert run.returncode == 1 and "Traceback" not in run.output
+    expect_message(run.output.splitlines()[-1].replace(str(tmp_path), "/tmp/path"))
+    assert len(list((out / "vocabulary").glob("*.txt"))) == 3
+    assert (out / "best.th").read_text() == "weights that took a week"
+    shutil.rmtree(out)
+    # A start that hasn't come to a checkpoint, but to best weights, and one that is whole.
+    kill = {"type": "send_signal", "point": "step 2 of epoch 1", "signal_name": "SIGKILL"}
+    late = {"callbacks": ["record_steps", kill], "checkpointer": {"save_completed_epochs": False}}
+    killed = {**config, "trainer": {**config["trainer"], **late}}
+    assert allennlp(*arguments(killed, tmp_path)).returncode == 1
+    assert (out / "best.th").exists() and not list(out.glob("checkpoint_*"))
+    training = arguments(config, tmp_path)
     run = allennlp(*training).check()
     assert "Removed an earlier start without a checkpoint" in run.output
     shutil.rmtree(out / "checkpoint_e2_b0")
@@ -137,3 +149,9 @@ def test_resume_starts_and_continues_by_one_command(
     run = allennlp(*training, "--recover").check()
     assert f"Loading checkpoint {out / 'checkpoint_e1_b0'}" in run.output
     assert_same_weights(Result(out).weights(), experiments.run(CONFIG).weights(), tolerance=0)
+    # And the only weights of a whole one whose checkpoints are gone.
+    for path in out.glob("checkpoint_*"):
+        shutil.rmtree(path)
+    before = (out / "best.th").read_bytes()
+    assert allennlp(*training).returncode == 1
+    assert (out / "best.th").read_bytes() == before and (out / "model.tar.gz").exists()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import shutil
 import traceback
 from collections import OrderedDict
 from pathlib import Path
@@ -382,6 +383,21 @@ def test_pruning_keeps_what_was_asked_for(tmp_path: Path, count: Any, age: Any, 
     directory.prune(PointInTime(0, 8), count, age)
     assert sorted(point.steps for point in directory.list_checkpoints()) == left
     assert len(os.listdir(tmp_path)) == len(left)
+
+
+def test_pruning_keeps_what_a_user_has_put_there(tmp_path: Path):
+    directory = CheckpointDirectory(str(tmp_path))
+    for steps in (2, 4):
+        commit(directory, PointInTime(0, steps))
+    shutil.copytree(tmp_path / "checkpoint_e0_b2", tmp_path / "checkpoint_e99_b0")
+    (tmp_path / "checkpoint_e7_b0").mkdir()
+    (tmp_path / "checkpoint_e7_b0" / "notes.txt").touch()
+    directory.prune(PointInTime(0, 4), 1, None)
+    assert sorted(os.listdir(tmp_path)) == [
+        "checkpoint_e0_b4",
+        "checkpoint_e7_b0",
+        "checkpoint_e99_b0",
+    ]
 
 
 def test_a_checkpoint_set_aside_is_kept_and_not_found(tmp_path: Path):
