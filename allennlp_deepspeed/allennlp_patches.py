@@ -4,6 +4,7 @@ Adapts AllenNLP 2.10.1 to current PyTorch. Importing this package applies all wo
 
 import copy
 import functools
+import glob
 import importlib.util
 import inspect
 import os
@@ -44,6 +45,7 @@ def apply() -> None:
     show_progress_without_widgets()
     name_runs_of_wandb()
     compress_archives_with_isal()
+    archive_from_any_directory()
     share_locks_of_spawned_loader_workers()
     mask_tokens_with_the_given_probability()
 
@@ -216,6 +218,7 @@ def _open_archive(path: str, mode: str) -> Iterator[tarfile.TarFile]:
         unfinished = f"{path}.unfinished"
         try:
             with (
+                files.add_path_to_errors(unfinished),
                 files.create(unfinished) as compressed,
                 igzip.IGzipFile(path, "wb", fileobj=compressed) as file,
                 tarfile.open(fileobj=file, mode="w") as archive,
@@ -230,6 +233,24 @@ def _open_archive(path: str, mode: str) -> Iterator[tarfile.TarFile]:
     else:
         with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
             yield archive
+
+
+def archive_from_any_directory() -> None:
+    """
+    Makes AllenNLP add the files of `include_in_archive` to the archive of any directory.
+
+    Works around AllenNLP 2.10.1: it takes the path of the serialization directory for a pattern of
+    `glob`, and finds no file in one such as `out[lr=0.1]`. Gone when its archive has them.
+    """
+    archival.glob = SimpleNamespace(glob=_find_in_directory)  # type: ignore[attr-defined, assignment]
+
+
+def _find_in_directory(pattern: str) -> List[str]:
+    """Returns the paths that match a pattern. It begins with the path of a directory."""
+    directory = os.path.dirname(pattern)
+    while directory and not os.path.isdir(directory):
+        directory = os.path.dirname(directory)
+    return glob.glob(glob.escape(directory) + pattern[len(directory) :])
 
 
 def share_locks_of_spawned_loader_workers() -> None:

@@ -6,6 +6,7 @@ creates it without an effect, so that the change is lost silently. So each funct
 that the attribute exists.
 """
 
+import glob
 import inspect
 from contextlib import contextmanager
 from functools import partial
@@ -401,6 +402,19 @@ def set_saves_model_states(engine: DeepSpeedEngine, is_saved: bool) -> None:
 def set_checkpoint_engine(engine: DeepSpeedEngine, checkpoint_engine: Any) -> None:
     """Sets the checkpoint engine through which an engine writes and reads its files."""
     _set(engine, "checkpoint_engine", checkpoint_engine)
+
+
+def read_literal_paths(engine: DeepSpeedEngine) -> ContextManager[Any]:
+    """
+    Context manager in which an engine finds checkpoints in any directory.
+
+    Works around DeepSpeed 0.19.8: `load_checkpoint` takes the path of the checkpoint for a pattern
+    of `glob`, and finds nothing in a directory such as `out[lr=0.1]`. Gone when it loads from one.
+    """
+    find = _read(engine, "_get_all_ckpt_names")
+    return replace_attributes(
+        engine, _get_all_ckpt_names=lambda path, tag: find(glob.escape(path), tag)
+    )
 
 
 def disable_shared_memory_all_reduce(backend_module: Any) -> None:

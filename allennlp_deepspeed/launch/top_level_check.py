@@ -23,7 +23,10 @@ from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 
 # Of AllenNLP's train command, which doesn't pass them to the train loop.
-_OF_COMMAND = ("type", "distributed", "random_seed", "numpy_seed", "pytorch_seed")
+_OF_COMMAND = (
+    *("type", "distributed", "include_in_archive", "evaluation"),
+    *("random_seed", "numpy_seed", "pytorch_seed"),
+)
 
 _SEEDS = {"numpy_seed": (0, 2**32 - 1), "pytorch_seed": (-(2**63), 2**64 - 1)}
 
@@ -49,6 +52,14 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
         if name not in known:
             hint = replacement(name) or did_you_mean(name, known, page="docs/configuration.md")
             errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
+    added = config.get("include_in_archive")
+    if added is not None and not (
+        isinstance(added, list) and all(isinstance(path, str) for path in added)
+    ):
+        errors.add(
+            f"'include_in_archive' is {as_json(added)}: must be a list of paths in the "
+            "serialization directory"
+        )
     for name, (minimum, maximum) in _SEEDS.items():
         seed = config.get(name)
         if is_number(seed) and not minimum <= seed <= maximum:

@@ -1,10 +1,12 @@
 """A serialization directory is that of one training, with the vocabulary that it was begun with."""
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -118,3 +120,46 @@ def test_nodes_may_hash_in_another_order(tmp_path: Path) -> None:
         for rank in range(2)
     }
     assert len(texts) == 2, "The seeds show nothing."
+
+
+@pytest.mark.parametrize(
+    "name, workers, stage",
+    [
+        ("out[lr=0.1]", ONE_PROCESS, 0),
+        ("out[!a-z] ?*", TWO_WORKERS, 2),
+        ("100% {0} 'sü\u4e2d\"", TWO_WORKERS, 3),
+    ],
+)
+def test_a_directory_may_have_any_name(
+    experiments: Experiments, name: str, workers: Dict[str, Any], stage: int, tmp_path: Path
+) -> None:
+    """It is resumed, and its archive has what is added to it."""
+    config = deepspeed(load_config("tagger", workers), stage)
+    expected = experiments.run(config)
+    path, out = (
+        write_config({**config, "include_in_archive": ["metrics_*.json"]}, tmp_path),
+        tmp_path / name,
+    )
+    train = ("train", path, "-s", out)
+    allennlp(*train, "-o", '{"trainer.num_epochs": 1}', include_packages=NAMES).check()
+    run = allennlp(*train, "--recover", include_packages=NAMES).check()
+    assert f"Loading checkpoint {out / 'checkpoint_e1_b0'}" in run.output
+    result = Result(out)
+    assert_same_weights(result.weights(), expected.weights(), tolerance=0)
+    with tarfile.open(result.archive) as archive:
+        assert "metrics_epoch_0.json" in archive.getnames()
+    data, metrics = config["validation_data_path"], tmp_path / "metrics.json"
+    exported = (
+        "deepspeed",
+        "export",
+        out,
+        "--epoch",
+        "1",
+        "--output",
+        tmp_path / f"exported {name}",
+    )
+    evaluate = ("evaluate", result.archive, data, "--output-file", metrics)
+    for command in (exported, evaluate, ("deepspeed", "report", out)):
+        allennlp(*command, include_packages=NAMES).check()
+    accuracy = json.loads(metrics.read_text())["accuracy"]
+    assert accuracy == pytest.approx(result.final_metrics()["best_validation_accuracy"])

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import tarfile
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Callable, List
@@ -17,6 +18,7 @@ from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.data_loaders.data_collator import LanguageModelingDataCollator
 from allennlp.data.dataset_readers import SequenceTaggingDatasetReader
 from allennlp.fairness import Separation, Sufficiency
+from allennlp.models.archival import archive_model
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import ConfidenceChecksCallback, WandBCallback
@@ -70,6 +72,16 @@ def test_spawned_loader_workers_are_given_a_lock_of_another_start_method() -> bo
             start_method="spawn",
         )
         return _fails(lambda: next(iter(loader.iter_instances())))
+
+
+@worked_around_by("allennlp_patches.archive_from_any_directory")
+def test_nothing_is_archived_in_addition_from_a_directory_with_brackets() -> bool:
+    with TemporaryDirectory(suffix="[lr=0.1]") as directory:
+        for name in ("config.json", "weights.th", "vocabulary", "notes.txt"):
+            open(f"{directory}/{name}", "w").close()
+        path = archive_model(directory, "weights.th", include_in_archive=["*.txt"])
+        with tarfile.open(path) as archive:
+            return "notes.txt" not in archive.getnames()
 
 
 @worked_around_by("allennlp_patches.mask_tokens_with_the_given_probability")

@@ -128,6 +128,15 @@ def test_an_unfused_optimizer_reports_the_norm_of_scaled_gradients() -> bool:
     return engine.get_global_grad_norm() == 8
 
 
+@worked_around_by("engine.internals.read_literal_paths")
+def test_no_checkpoint_is_found_in_a_directory_with_brackets() -> bool:
+    engine = engine_of(linear())
+    with TemporaryDirectory() as directory:
+        path = os.path.join(directory, "out[lr=0.1]")
+        engine.save_checkpoint(path, "tag")
+        return _fails(lambda: engine.load_checkpoint(path, "tag"))
+
+
 @worked_around_by("engine.lifecycle.loss_scaling.grad_scaler")
 def test_the_scaler_of_autocast_is_in_no_checkpoint() -> bool:
     engine = engine_of(linear(), torch_autocast={"enabled": True, "dtype": "float16"})
