@@ -68,6 +68,12 @@ def test_loader_workers_are_spawned(workers: Dict[str, Any], is_ours: bool, tmp_
     assert_same_weights(actual, expected)
 
 
+def test_a_reader_in_a_loader_worker_ends_a_program_that_helps_it(tmp_path: Path) -> None:
+    reader = {"dataset_reader.type": "helped_tagging"}
+    config = load_config("tagger", TWO_WORKERS, ONE_EPOCH, LOADER_WORKER, reader)
+    train(deepspeed(config, 2), tmp_path).check()
+
+
 PROGRAM = """
 import json, multiprocessing, signal, sys, time
 

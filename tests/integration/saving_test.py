@@ -11,12 +11,13 @@ import torch.distributed as dist
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.moving_average import ExponentialMovingAverage
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from tests.support.communication import CommunicationCounter, Traffic
-from tests.support.side_by_side import Side, trained
+from tests.support.side_by_side import Batches, Side, state_arrays, trained
 
 DIM = 8
 
@@ -201,3 +202,49 @@ def test_nothing_that_is_not_finite_is_saved(
     for path in tmp_path.glob("checkpoint_*/**/*.pt"):
         saved = tensors(torch.load(path, weights_only=False))
         assert all(tensor.isfinite().all() for tensor in saved)
+
+
+class SaveInValidation(TrainerCallback):
+    """And in the end, each time with a moving average in the place of the weights."""
+
+    def on_batch(self, trainer: Any, *args: Any, is_training: bool, **kwargs: Any) -> None:
+        if is_training:
+            self.weights = state_arrays(trainer)
+        else:
+            trainer.checkpointer.save_checkpoint(trainer)
+
+    def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.checkpointer.save_checkpoint(trainer)
+
+
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 2)])
+def test_a_save_during_evaluation_is_of_the_weights_of_training(
+    stage: int, world_size: int, tmp_path: Path
+) -> None:
+    arguments: Any = {
+        "stage": stage,
+        "world_size": world_size,
+        "moving_average": lambda model: ExponentialMovingAverage(
+            [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        ),
+        "validation_data_loader": Batches(batches(0)),
+        "num_epochs": 1,
+    }
+    expected = Side(TwoLayers, batches, **arguments).train()
+    kept = DeepSpeedCheckpointer(tmp_path, save_completed_epochs=False)
+    saving = Side(
+        TwoLayers,
+        batches,
+        callbacks=lambda: [SaveInValidation("")],
+        checkpointer=kept,
+        **arguments,
+    )
+    ((actual, of_training), *_) = saving.on_all_ranks(
+        lambda trainer: (trained(trainer), trainer.callbacks[0].weights), tmp_path
+    )
+    assert all((expected[name].numpy() == actual[name]).all() for name in expected)
+    assert any((of_training[name] != actual[name]).any() for name in expected)
+    for point in ("e0_b3", "e1_b0"):
+        path = tmp_path / f"checkpoint_{point}" / "engine" / "mp_rank_00_model_states.pt"
+        saved = torch.load(path, weights_only=False)["module"]
+        assert all((saved[name].numpy() == of_training[name]).all() for name in expected)
