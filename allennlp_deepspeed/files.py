@@ -31,7 +31,7 @@ point.
 
 
 @contextmanager
-def _add_path_to_errors(path: str) -> Iterator[None]:
+def add_path_to_errors(path: str) -> Iterator[None]:
     """
     Context manager that adds the path to errors of the operating system, such as a full disk.
 
@@ -96,7 +96,7 @@ def open_regular(path: str) -> IO[bytes]:
 def save(value: Any, path: str) -> None:
     """Calls `torch.save`. The file is not on disk before `flush`."""
     before_operation("save", path)
-    with _add_path_to_errors(path), create(path) as file:
+    with add_path_to_errors(path), create(path) as file:
         torch.save(value, file)
 
 
@@ -110,7 +110,7 @@ def empty_memory_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty_like(tensor, device="cpu")
     with (
-        _add_path_to_errors(directory),
+        add_path_to_errors(directory),
         tempfile.NamedTemporaryFile(dir=directory, prefix="mapped_", suffix=".tmp") as file,
     ):
         # A full disk raises an error here, instead of a crash at a later write.
@@ -125,7 +125,7 @@ def empty_memory_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:
 def write(text: str, path: str) -> None:
     """Writes a text file. It is not on disk before `flush`."""
     before_operation("write", path)
-    with _add_path_to_errors(path), create(path, "x", encoding="utf-8") as file:
+    with add_path_to_errors(path), create(path, "x", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -134,7 +134,7 @@ def flush(path: str) -> None:
     before_operation("flush", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with _add_path_to_errors(path):
+        with add_path_to_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -177,7 +177,7 @@ def copy(path: str, new_path: str) -> None:
 def _copy_contents(path: str, new_path: str) -> None:
     with (
         open_regular(path) as source,
-        _add_path_to_errors(new_path),
+        add_path_to_errors(new_path),
         open(new_path, "xb") as copy,
     ):
         shutil.copyfileobj(source, copy, _CHUNK_SIZE)

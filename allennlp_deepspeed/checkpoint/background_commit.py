@@ -132,7 +132,7 @@ class BackgroundCommit:
             # no rank waits.
             with suppress(dist.DistError):
                 for name in ("files", "prepared", "committed"):
-                    self._publish(key, name, {"error": traceback.format_exc()})
+                    self._publish(key, name, _describe(error))
 
     def _commit(
         self,
@@ -202,11 +202,18 @@ class BackgroundCommit:
             time.sleep(_POLLING_INTERVAL)
         value = json.loads(self._store.get(key))
         if isinstance(value, dict) and "error" in value:
-            raise RuntimeError(
-                f"The checkpoint was not committed, because {who} could not write its files:\n"
-                f"{value['error']}"
-            )
+            message = f"The checkpoint was not committed, because {who} could not write its files"
+            if value["errno"] is not None:
+                raise OSError(value["errno"], f"{message}: {value['error']}", value["filename"])
+            raise RuntimeError(f"{message}:\n{value['error']}")
         return value
+
+
+def _describe(error: BaseException) -> Dict[str, Any]:
+    """Describes the error of a rank for the others."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return {"error": error.strerror, "errno": error.errno, "filename": error.filename}
+    return {"error": traceback.format_exc(), "errno": None}
 
 
 def _flush(path: str) -> FileRecord:

@@ -50,6 +50,7 @@ from allennlp_deepspeed.engine.lifecycle import profiler_ranges
 from allennlp_deepspeed.engine.optimizers.cpu_counterparts import adapt_loaded_states
 from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process.worker_failure import describe_full_disk
 from allennlp_deepspeed.frozen_records import check_same
 
 logger = logging.getLogger(__name__)
@@ -466,8 +467,12 @@ class DeepSpeedCheckpointer(Checkpointer):
         if self._commits is not None:
             try:
                 self._commits.wait(_ABANDON_AFTER)
-            except Exception:
-                logger.exception("The last checkpoint was not committed.")
+            except Exception as error:
+                full_disk = describe_full_disk(error)
+                if full_disk is None:
+                    logger.exception("The last checkpoint was not committed.")
+                else:
+                    logger.error("The last checkpoint was not committed: %s", full_disk)
 
     @override
     def load_checkpoint(
@@ -569,9 +574,10 @@ class DeepSpeedCheckpointer(Checkpointer):
     def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
         """Loads a checkpoint that needs no resharding, by position."""
         internals.set_checkpoint_engine(engine, self._files)
-        loaded_path, _ = engine.load_checkpoint(
-            path, tag=ENGINE_TAG, load_module_strict=not record.frozen
-        )
+        with internals.read_literal_paths(engine):
+            loaded_path, _ = engine.load_checkpoint(
+                path, tag=ENGINE_TAG, load_module_strict=not record.frozen
+            )
         if loaded_path is None:
             raise CheckpointError(f"{path} has no DeepSpeed weights.")
 

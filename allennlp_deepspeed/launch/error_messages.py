@@ -19,7 +19,7 @@ from allennlp.data import DatasetReader
 
 from allennlp_deepspeed.announcements import is_full_log_requested
 from allennlp_deepspeed.engine.process.worker_failure import NotANumberError, user_traceback
-from allennlp_deepspeed.launch import construction_errors
+from allennlp_deepspeed.launch import construction_errors, log_files
 from allennlp_deepspeed.launch.agent import WorkerFailed
 
 logger = logging.getLogger(__name__)
@@ -180,16 +180,16 @@ def log_to_files(error: BaseException) -> List[str]:
     # Returns
 
     `List[str]`
-        The paths of the files.
+        The paths of the files that have been written.
     """
-    handlers = [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+    handlers = log_files.log_files()
     exc_info = (type(error), error, error.__traceback__)
     record = logger.makeRecord(
         logger.name, logging.ERROR, __file__, 0, "Training ends with an error.", (), exc_info
     )
     for handler in handlers:
         handler.handle(record)
-    return [handler.baseFilename for handler in handlers]
+    return [h.baseFilename for h in handlers if not log_files.is_incomplete(h)]
 
 
 def _describe_unreadable_file(path: Any, error: BaseException) -> Optional[str]:

@@ -42,6 +42,7 @@ from allennlp_deepspeed.engine.process.single_process import as_single_process
 from allennlp_deepspeed.launch import (
     error_messages,
     launcher_environment,
+    log_files,
     node_comparison,
     nodes,
     process_group,
@@ -178,6 +179,7 @@ def train(
     params = arguments["params"]
     config = params.as_dict(quiet=True)
     with ExitStack() as stack:
+        stack.enter_context(log_files.tolerate_errors())
         directory = None
         if process is not None:
             store_of_workers, directory = _join_process_group(config, arguments, process)

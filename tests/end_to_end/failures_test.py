@@ -1,11 +1,24 @@
 """What is wrong is said before anything is lost, and on every rank."""
 
+import errno
+import os
+import subprocess
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Iterator
 
 import pytest
 
-from tests.support.experiment import TWO_WORKERS, deepspeed, load_config, refusal, train
+from tests.support.experiment import (
+    ONE_PROCESS,
+    TWO_WORKERS,
+    Experiments,
+    Result,
+    assert_same_weights,
+    deepspeed,
+    load_config,
+    refusal,
+    train,
+)
 
 
 def test_a_worker_without_any_gradient_is_one_message(tmp_path: Path):
@@ -95,3 +108,55 @@ def test_sparse_gradients_are_refused(tmp_path: Path):
     }
     message = refusal(deepspeed(load_config("classifier", sparse), 2), tmp_path)
     assert "'model.text_field_embedder.token_embedders.tokens.sparse' is true" in message
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is a disk of 3 MB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3M", "tmpfs", str(directory)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("may not mount")
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@pytest.mark.parametrize("workers", [ONE_PROCESS, TWO_WORKERS], ids=["one process", "workers"])
+@pytest.mark.parametrize(
+    "point, num_left, full",
+    [
+        ("step 2 of epoch 1", 0, ""),  # logs and metrics too
+        ("on_epoch 1", 4096, "best.th"),
+        ("on_epoch 1", 40960, "checkpoint"),
+        ("on_end", 2048, "model.tar.gz"),
+    ],
+)
+def test_a_full_disk_is_one_message(
+    point: str,
+    num_left: int,
+    full: str,
+    workers: Dict[str, Any],
+    small_disk: Path,
+    experiments: Experiments,
+) -> None:
+    plain = deepspeed(load_config("tagger", workers), 2)
+    callbacks = [
+        "record_steps",
+        {"type": "tensorboard", "summary_interval": 1},
+        {"type": "fill_disk", "point": point, "num_left": num_left},
+    ]
+    config = {**plain, "trainer": {**plain["trainer"], "callbacks": callbacks}}
+    console = {"ALLENNLP_LOG_LEVEL": ""}
+    run = train(config, small_disk, environment=console)
+    assert run.returncode == 1
+    lines = run.output.splitlines()
+    (first, *_) = (i for i, line in enumerate(lines) if line.startswith(("Rank 0 on", "No space")))
+    assert len(lines[first:]) <= 4 and "Traceback" not in run.output, run.output
+    assert any(os.strerror(errno.ENOSPC) in line and full in line for line in lines), run.output
+    # Of logs, metrics and TensorBoard.
+    assert sum(line.startswith("Warning: ") for line in lines[:first]) <= 4, run.output
+    (small_disk / "out" / "ballast").unlink()
+    train(config, small_disk, "--recover", environment={"HAS_SPACE": "1"}).check()
+    weights = experiments.run(plain).weights()
+    assert_same_weights(Result(small_disk / "out").weights(), weights, tolerance=0)

@@ -36,6 +36,7 @@ OF_OTHERS = {
         "commands/find_learning_rate.py",
     ),
     "KeyError: 101": None,
+    "No space left on device: …": None,
     "OVERFLOW! … Skipping step": (deepspeed, "runtime/fp16/loss_scaler.py"),
 }
 

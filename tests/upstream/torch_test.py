@@ -37,7 +37,7 @@ def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
     return False
 
 
-@worked_around_by("files._add_path_to_errors")
+@worked_around_by("files.add_path_to_errors")
 def test_saving_does_not_say_that_the_disk_is_full() -> bool:
     try:
         torch.save(torch.ones(1), "/dev/full")

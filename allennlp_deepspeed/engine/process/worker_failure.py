@@ -3,6 +3,7 @@ Failure of a worker: it writes torch.distributed.elastic's error file, notifies 
 nodes through the store of the process group, and exits within `SECONDS_TO_EXIT`.
 """
 
+import errno
 import faulthandler
 import json
 import logging
@@ -46,6 +47,8 @@ _CONNECTION_LOST = (
 
 
 _TIMED_OUT = "(?i)timed? ?out"
+
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class PeerFailed(RuntimeError):
@@ -302,10 +305,13 @@ def _write(failure: Failure) -> None:
 def user_traceback(error: BaseException) -> str:
     """
     Returns the traceback without the frames of libraries before the first of the user's code, or
-    the message if that is for the user.
+    the message if that is for the user, or the disk is full.
     """
     if isinstance(error, NotANumberError):
         return str(error)
+    full_disk = describe_full_disk(error)
+    if full_disk is not None:
+        return full_disk
     described = traceback.TracebackException.from_exception(error)
     _remove_library_frames(described)
     lines = "".join(described.format()).splitlines()
@@ -313,6 +319,25 @@ def user_traceback(error: BaseException) -> str:
         half = _MOST_LINES // 2
         lines = [*lines[:half], f"  [{len(lines) - 2 * half} lines]", *lines[-half:]]
     return "\n".join(lines)
+
+
+def describe_full_disk(error: Optional[BaseException]) -> Optional[str]:
+    """Describes an error that is caused by a full disk, and what to do. `None` for any other."""
+    found: List[OSError] = []
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK_IS_FULL:
+            found.append(error)
+        error = error.__cause__ or error.__context__
+    if not found:
+        return None
+    # The first one. Later ones, of callbacks that close their files, have no names.
+    first = next((e for e in reversed(found) if e.filename is not None), found[-1])
+    where = "" if first.filename is None else f": {first.filename}"
+    return (
+        f"{first.strerror}{where}\n"
+        "Training has ended. Complete checkpoints on the disk are intact: free space, and resume "
+        "from the newest with --recover."
+    )
 
 
 def _remove_library_frames(described: traceback.TracebackException) -> None:

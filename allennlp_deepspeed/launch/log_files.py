@@ -1,0 +1,59 @@
+"""Log files on a full disk: records that can't be written are lost, and training continues."""
+
+import logging
+import sys
+import threading
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Iterator, List
+from unittest import mock
+
+from allennlp.common import logging as common_logging
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def tolerate_errors() -> Iterator[None]:
+    """
+    Context manager in which each log file of AllenNLP that can't be written is reported in a line.
+    Python prints a traceback for each record. So are threads that end with an error of the system,
+    such as those of TensorBoard's writers, also after a training that has failed.
+    """
+    prepare, report = common_logging.prepare_global_logging, threading.excepthook
+
+    def prepare_tolerant(*args: Any, **kwargs: Any) -> None:
+        prepare(*args, **kwargs)
+        for handler in log_files():
+            handler.handleError = partial(_handle_error, handler)  # type: ignore[method-assign]
+
+    def report_briefly(args: threading.ExceptHookArgs) -> None:
+        if not isinstance(args.exc_value, OSError):
+            report(args)
+            return
+        logger.warning("A thread ended with %r", args.exc_value)
+        logger.info("Its traceback:", exc_info=args.exc_value)
+
+    threading.excepthook = report_briefly
+    with mock.patch.object(common_logging, "prepare_global_logging", prepare_tolerant):
+        yield
+    threading.excepthook = report
+
+
+def log_files() -> List[logging.FileHandler]:
+    """Returns the handlers of the log files."""
+    return [h for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
+
+
+def is_incomplete(handler: logging.FileHandler) -> bool:
+    """Returns whether records could not be written to a log file."""
+    return getattr(handler, "_is_incomplete", False)
+
+
+def _handle_error(handler: logging.FileHandler, record: logging.LogRecord) -> None:
+    error = sys.exc_info()[1]
+    if not isinstance(error, OSError):
+        logging.FileHandler.handleError(handler, record)
+    elif not is_incomplete(handler):
+        handler._is_incomplete = True  # type: ignore[attr-defined]
+        logger.warning("Could not write %s: %s", handler.baseFilename, error.strerror)
