@@ -57,6 +57,7 @@ from allennlp_deepspeed.engine.parameters.full_parameters import (
     ParameterSelection,
     modified_weights,
 )
+from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.process import collectives, worker_failure
 from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
@@ -1160,6 +1161,45 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         finally:
             # After an exception too: the changes have been undone.
             self._weight_change_detector.snapshot()
+
+    def optimizer_state(self, parameter: torch.nn.Parameter) -> Dict[str, Any]:
+        """
+        Returns what `optimizer.state[parameter]` has in AllenNLP's trainer, such as `exp_avg`, for
+        callbacks that read it or change it in place. At ZeRO stages 1 to 3, and in half precision,
+        the optimizer updates master weights, whose states belong to several parameters. Then
+        tensors have one dimension, and the elements of the parameter that this rank updates. A
+        step count, which isn't the parameter's alone, is the value itself.
+
+        ```python
+        class ForgetMoments(TrainerCallback):
+            def on_batch(self, trainer, *args, **kwargs) -> None:
+                if trainer.steps_completed % 1000 == 0:
+                    for parameter in trainer.model.adapter.parameters():
+                        state = trainer.optimizer_state(parameter)
+                        for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+                            state[name].zero_()
+        ```
+
+        `trainer.optimizer.state.clear()` resets the states of all parameters, step counts too.
+        Every rank must make the same change, between steps.
+
+        # Returns
+
+        `Dict[str, Any]`
+            The state by name, empty before the first step, and where this rank updates no element.
+
+        # Raises
+
+        `RuntimeError`
+            If the states are on NVMe.
+        """
+        if self.engine.zero_nvme_offload_optimizer():
+            raise RuntimeError(
+                "`optimizer_state` needs the states in memory, but they are on NVMe: write "
+                '"device": "cpu" in \'trainer.deepspeed_config.zero_optimization'
+                ".offload_optimizer'."
+            )
+        return Shards(self.engine).optimizer_state(parameter)
 
     def _left_out(self) -> Dict[str, str]:
         """Returns the frozen parameters that files leave out, with the key that leaves them out."""

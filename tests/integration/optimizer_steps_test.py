@@ -1,18 +1,22 @@
-"""Optimizers of users that count steps in their groups, or have other weights for evaluation."""
+"""
+Optimizers of users that count steps in their groups, or have other weights for evaluation, and
+callbacks that reset or read the states of an optimizer.
+"""
 
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
 
-from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.integration.elementwise_test import Layers, batches
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Batches, Side
+from tests.support.side_by_side import Batches, Side, error_of_training
 
 
 class Counting(torch.optim.Optimizer):
@@ -246,3 +250,149 @@ def test_a_moving_average_of_one_with_modes_is_refused(expect_message) -> None:
 def test_states_on_nvme_of_one_with_modes_are_refused(expect_message, tmp_path: Path) -> None:
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     expect_message(side(Averaged, 3, zero=zero).refusal())
+
+
+# States that callbacks change
+
+adam = partial(torch.optim.Adam, lr=0.05)
+BF16 = {"bf16": {"enabled": True}}
+
+
+class ChangeStates(TrainerCallback):
+    """Calls a function after the third step."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__("")
+        self._change = change
+        self._num_steps = 0
+
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps == 3:
+            self._change(trainer)
+
+
+class ResetAfterEpoch(TrainerCallback):
+    """Resets all states before the checkpoint of the first epoch is saved."""
+
+    def on_epoch(self, trainer: Any, metrics: Any, epoch: int, **kwargs: Any) -> None:
+        if epoch == 0:
+            trainer.optimizer.state.clear()
+
+
+def _clear(trainer: Any) -> None:
+    trainer.optimizer.state.clear()
+
+
+def _replace(trainer: Any) -> None:
+    trainer.optimizer.state = defaultdict(dict)
+
+
+def _zero_all(trainer: Any) -> None:
+    for state in trainer.optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def _reload(trainer: Any) -> None:
+    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+
+
+def _zero_moments_of_one(trainer: Any) -> None:
+    weight = trainer.model.layers[0].weight
+    is_sharded = isinstance(trainer, DeepSpeedTrainer) and trainer.engine.zero_optimization_stage()
+    state = trainer.optimizer_state(weight) if is_sharded else trainer.optimizer.state[weight]
+    for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+        state[name].zero_()
+
+
+@pytest.fixture(scope="module")
+def with_changed_states() -> Callable[[Any], Dict[str, torch.Tensor]]:
+    """The weights of `gradient_descent` with two workers, by the change."""
+    weights: Dict[Any, Dict[str, torch.Tensor]] = {}
+
+    def train(change: Any) -> Dict[str, torch.Tensor]:
+        if change not in weights:
+            callbacks = lambda: [ChangeStates(change)]  # noqa: E731
+            weights[change] = side(adam, world_size=2, callbacks=callbacks).train()
+        return weights[change]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "change, stage, zero",
+    [
+        (_clear, 1, {}),
+        (_clear, 2, {"offload_optimizer": {"device": "cpu"}}),
+        (_clear, 3, {"sub_group_size": 20}),
+        (_replace, 2, {}),
+        (_replace, 3, {}),
+        (_zero_all, 2, {}),
+        (_zero_all, 3, {}),
+        (_reload, 2, {}),
+        (_reload, 3, {}),
+        *((_zero_moments_of_one, stage, {}) for stage in range(4)),
+    ],
+)
+def test_states_are_changed_as_with_gradient_descent(
+    change: Any, stage: int, zero: Any, with_changed_states: Any
+) -> None:
+    callbacks = lambda: [ChangeStates(change)]  # noqa: E731
+    weights = side(adam, stage, world_size=2, zero=zero, callbacks=callbacks).train()
+    assert_same_weights(weights, with_changed_states(change))
+
+
+@pytest.mark.parametrize("stage, world_sizes", [(0, (1, 1)), (1, (2, 2)), (2, (2, 1)), (3, (2, 2))])
+def test_states_that_were_reset_before_a_checkpoint_are_reset_after_it(
+    stage: int, world_sizes: Any, tmp_path: Path
+) -> None:
+    arguments: Dict[str, Any] = {
+        "data": lambda rank: batches(0),
+        "callbacks": lambda: [ResetAfterEpoch("")],
+    }
+    expected = side(adam, **arguments).train()
+    for num_epochs, world_size in enumerate(world_sizes, start=1):
+        arguments["checkpointer"] = DeepSpeedCheckpointer(tmp_path)
+        actual = side(adam, stage, world_size, num_epochs=num_epochs, **arguments).train(tmp_path)
+    assert_same_weights(actual, expected)
+
+
+FORMS: List[Callable[[Any, Any], Any]] = [
+    lambda state, parameter: state[parameter]["exp_avg"].zero_(),
+    lambda state, parameter: state.get(parameter),
+    lambda state, parameter: parameter in state,
+    lambda state, parameter: state.pop(parameter, None),
+    lambda state, parameter: state.setdefault(parameter, {}),
+    lambda state, parameter: state.__setitem__(parameter, {}),
+    lambda state, parameter: state.__delitem__(parameter),
+]
+
+
+@pytest.mark.parametrize(
+    "stage, world_size, precision", [(0, 1, BF16), (1, 2, {}), (2, 1, BF16), (3, 2, {}), (3, 1, {})]
+)
+def test_a_look_up_by_a_parameter_is_an_error_where_other_tensors_are_updated(
+    stage: int, world_size: int, precision: Any, expect_message: Callable[[str], None]
+) -> None:
+    def look_up(trainer: Any) -> None:
+        parameters = [trainer.model.layers[0].weight]
+        if stage == 3:  # whose groups have the model's parameters
+            parameters.append(trainer.optimizer.param_groups[0]["params"][0])
+        for parameter in parameters:
+            for form in FORMS:
+                with pytest.raises(RuntimeError, match="'layers.0.weight'"):
+                    form(trainer.optimizer.state, parameter)
+
+    def replace(trainer: Any) -> None:
+        trainer.optimizer.state = {trainer.model.layers[0].weight: {}}
+
+    def train(change: Any) -> Any:
+        callbacks = lambda: [ChangeStates(change)]  # noqa: E731
+        return side(adam, stage, world_size, deepspeed_config=precision, callbacks=callbacks)
+
+    unchanged = train(lambda trainer: None).train()
+    assert_same_weights(train(look_up).train(), unchanged)
+    messages = train(replace).on_all_ranks(error_of_training)
+    # The other rank may have lost the connection.
+    expect_message(next(message for message in messages if "'layers.0.weight'" in message))

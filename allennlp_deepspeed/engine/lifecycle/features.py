@@ -25,7 +25,7 @@ from allennlp_deepspeed.engine.lifecycle import (
 from allennlp_deepspeed.engine.lifecycle.compilation import Compiler
 from allennlp_deepspeed.engine.lifecycle.half_precision import DTYPES, HalfPrecision
 from allennlp_deepspeed.engine.optimizers import stepped_optimizers
-from allennlp_deepspeed.engine.parameters import released_parameters
+from allennlp_deepspeed.engine.parameters import released_parameters, states_of_masters
 from allennlp_deepspeed.engine.parameters.memory_format import support_any_layout
 from allennlp_deepspeed.engine.parameters.model_snapshot import ModelSnapshot
 from allennlp_deepspeed.engine.parameters.shards import Shards
@@ -419,6 +419,11 @@ FEATURES: Tuple[Feature, ...] = (
         "parameters in groups",
         lambda s: Shards(s.initialized).parameters_in_param_groups(),
         _at_stage_3,
+    ),
+    Feature(
+        "states of master weights",
+        lambda s: states_of_masters.refuse_parameters_as_keys(s.initialized),
+        lambda s: s.initialized.optimizer is not s.engine_optimizer,
     ),
 )
 """All features, in the order in which they are installed."""

@@ -95,6 +95,7 @@ class Shards:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._optimizer: Any = engine.optimizer
+        self._basic_optimizer = engine.basic_optimizer
         self._is_partitioned = engine.zero_optimization_partition_weights()
         self.steps_parameters = engine.optimizer is engine.basic_optimizer
         """Whether the optimizer updates the model's parameters themselves."""
@@ -240,6 +241,23 @@ class Shards:
 
         with internals.replace_attributes(self._optimizer, _optimizer_step=step_as_part):
             yield
+
+    def optimizer_state(self, parameter: torch.nn.Parameter) -> Dict[str, Any]:
+        """
+        Returns the optimizer's state of a parameter. Tensors of the layout of its master are views
+        of this rank's elements, which have one dimension.
+        """
+        fragment = self.fragments.get(parameter)
+        if fragment is None:
+            return {}
+        master = fragment.master
+
+        def own_elements(value: Any) -> Any:
+            is_flat = isinstance(value, torch.Tensor) and value.shape == master.shape
+            return fragment.in_master(value) if is_flat and value.numel() > fragment.size else value
+
+        state = self._basic_optimizer.state.get(master, {})
+        return {name: own_elements(value) for name, value in state.items()}
 
     def update_parameters(self) -> None:
         """Copies `masters` to the model's weights after a change. Every rank must call it."""
