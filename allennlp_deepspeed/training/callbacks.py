@@ -56,6 +56,15 @@ def may_read_metrics(callback: TrainerCallback) -> bool:
     return may_read and getattr(callback, "reads_metrics", True)
 
 
+def may_change_weights(callback: TrainerCallback) -> bool:
+    """
+    Returns whether a callback may change weights in a step. AllenNLP's and this package's don't.
+    """
+    functions = map(_function, (callback.on_batch, callback.on_backward))
+    modules = [str(getattr(function, "__module__", None)) for function in functions]
+    return not {name.partition(".")[0] for name in modules} <= {"allennlp", "allennlp_deepspeed"}
+
+
 def runs_backward(callback: TrainerCallback) -> bool:
     """
     Returns whether a callback may run backward itself, perhaps more than once for a micro-batch.

@@ -79,6 +79,7 @@ from allennlp_deepspeed.training.batch_groups import (
 )
 from allennlp_deepspeed.training.callbacks import (
     EpochMetricsCallback,
+    may_change_weights,
     may_read_metrics,
     reads_gradients,
     runs_backward,
@@ -558,7 +559,10 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         logger.info("Training")
         self._resume_state.start_epoch()
-        self._weight_change_detector.start_epoch()
+        self._weight_change_detector.start_epoch(
+            compares_each_step=type(self) is not DeepSpeedTrainer
+            or any(map(may_change_weights, self._callbacks))
+        )
         self._buffer_broadcast.find_buffers()
         # Once a run, even if it is interrupted.
         warns = not (self._progress.has_dropped_batches or self._progress.is_fast_forwarding_epoch)
@@ -952,12 +956,14 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def save_best_weights(self) -> None:
         """
         Saves the best weights if the epoch that has just ended was the best and they haven't been
-        saved. Every rank must call it, before a checkpoint is saved.
+        saved. Every rank must call it, before a checkpoint is saved. It first checks that no weight
+        was changed outside the optimizer.
 
         Works around AllenNLP 2.10.1: the best weights are saved after the checkpoint that records
         the best epoch. If the process dies in between, the checkpoint names weights that don't
         exist. Gone when `_try_train` saves them before.
         """
+        self._weight_change_detector.raise_if_changed()
         epochs, steps = self._progress.point
         validates = self._progress.should_validate_this_epoch
         if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):

@@ -2,6 +2,7 @@
 Weights that are changed outside the optimizer are those that the next step begins with.
 """
 
+from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
@@ -15,7 +16,7 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from deepspeed import zero
 from torch import nn
 
-from allennlp_deepspeed import DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
 from tests.support.workers import run_workers
@@ -232,6 +233,68 @@ def test_a_change_that_would_be_lost_ends_in_an_error_that_names_the_parameter(
     )
     (message,) = side.on_all_ranks(_error_of_training)
     assert "'online.weight'" in message or "'target.weight'" in message
+
+
+class ChangeInBackward(ChangeOutside):
+    """Changes weights between the passes of one step."""
+
+    def on_backward(self, trainer, *args: Any, **kwargs: Any) -> bool:
+        super().on_batch(trainer, is_training=True)
+        return False
+
+    def on_batch(self, trainer, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class ChangingTrainer(DeepSpeedTrainer):
+    """Changes weights before one step."""
+
+    def batch_outputs(self, batch: Any, for_training: bool) -> Any:
+        if self.steps_completed == 2:
+            _clamp_data(self.model)
+        return super().batch_outputs(batch, for_training)
+
+
+@pytest.mark.parametrize(
+    "where, stage, world_size",
+    [
+        (ChangeOutside, 1, 1),
+        (ChangeOutside, 2, 2),
+        (ChangeOutside, 3, 2),
+        (ChangeInBackward, 2, 1),
+        (ChangeInBackward, 3, 1),
+        (ChangingTrainer, 2, 1),
+    ],
+)
+def test_a_single_change_that_pytorch_does_not_count_is_an_error(
+    where: Any, stage: int, world_size: int
+):
+    is_trainer = where is ChangingTrainer
+    side = Side(
+        _target_network,
+        _vectors,
+        stage,
+        world_size,
+        zero={"stage3_param_persistence_threshold": 100},
+        callbacks=lambda: [] if is_trainer else [where(_clamp_data, step=3)],
+        trainer_class=where if is_trainer else DeepSpeedTrainer,
+        log_every_num_steps=100,
+    )
+    for message in side.on_all_ranks(_error_of_training):
+        assert "'online.weight'" in message
+
+
+def test_weights_that_a_callback_has_changed_after_the_last_epoch_are_not_saved(tmp_path: Path):
+    side = Side(
+        _target_network,
+        _vectors,
+        2,
+        num_epochs=1,
+        callbacks=lambda: [ChangeInEpoch("")],
+        checkpointer=DeepSpeedCheckpointer(tmp_path),
+    )
+    (message,) = side.on_all_ranks(_error_of_training, tmp_path)
+    assert "'online.weight'" in message and not list(tmp_path.glob("checkpoint_*/commit.json"))
 
 
 def _error_of_training(trainer: Any) -> str:

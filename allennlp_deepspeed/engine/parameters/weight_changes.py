@@ -1,6 +1,8 @@
 import logging
+import math
 import operator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, Dict, Iterator, List, NoReturn, Optional, Tuple
 
 import torch
@@ -15,6 +17,9 @@ from allennlp_deepspeed.engine.parameters.shards import Fragment, Shards
 from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
+
+# The number of elements to compare at a time, which needs memory for a copy of them on a GPU.
+_ELEMENTS_AT_A_TIME = 2**24
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -32,7 +37,9 @@ class WeightChangeDetector:
     Changes through `.data` aren't counted either. So this rank's shards of the weights are also
     compared with the tensors that the optimizer updates: in the first step of an epoch, in each
     step that follows a reading of the losses, after an epoch, and before any other code writes or
-    saves the weights. A change through `.data` in any other step is not detected.
+    saves the weights, and in each step if a callback or a subclass of the trainer may change them.
+    Otherwise a change through `.data`, which the model's forward pass makes in another step, is not
+    detected.
 
     # Parameters
 
@@ -61,19 +68,21 @@ class WeightChangeDetector:
         self.is_due = True
         """Whether the next step is to call `compare_during_passes` and `compare_before_step`."""
         self._is_first_in_epoch = True
+        self._compares_each_step = False
         # A release may lose a change.
         self._compares_before_release = is_partitioned and not engine.zero_quantized_weights()
         self._names = {parameter: name for name, parameter in self._named_parameters}
         # The versions of the shards that this step has compared before their release.
         self._compared: Dict[Any, int] = {}
-        # Whether each parameter differed, on the device until the next synchronization.
-        self._differences: List[Tuple[str, torch.Tensor]] = []
+        # Parameters and whether each differed, on the device until the next synchronization.
+        self._differences: List[Tuple[List[str], torch.Tensor]] = []
         # The first parameter with a detected change.
         self._found: Optional[str] = None
         self.snapshot()
 
-    def start_epoch(self) -> None:
+    def start_epoch(self, compares_each_step: bool) -> None:
         self.is_due = self._is_first_in_epoch = True
+        self._compares_each_step = compares_each_step
 
     def snapshot(self) -> None:
         """Records the weights as unchanged."""
@@ -123,7 +132,12 @@ class WeightChangeDetector:
         name = self._names.get(parameter)
         if name is not None and parameter not in self._compared:
             self._compared[parameter] = parameter.ds_tensor._version
-            self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
+            self._compare([(name, parameter)], self._includes_offloaded)
+
+    @property
+    def _includes_offloaded(self) -> bool:
+        """Whether weights are compared that have to be copied from or to the CPU for it."""
+        return self._is_first_in_epoch or self._compares_each_step
 
     def compare_before_step(self) -> None:
         """
@@ -131,33 +145,54 @@ class WeightChangeDetector:
         since, as by `GatheredParameters`. Must be called before the optimizer step. It doesn't
         synchronize with the device.
         """
-        for name, parameter in self._named_parameters:
-            version = self._compared.get(parameter)
-            if version is None or version != parameter.ds_tensor._version:
-                self._compare_parameter(name, parameter, includes_offloaded=self._is_first_in_epoch)
-        self.is_due, self._is_first_in_epoch = self.is_due_each_step, False
+        named_parameters = self._named_parameters
+        if self._compared:
+            named_parameters = [
+                (name, parameter)
+                for name, parameter in named_parameters
+                if self._compared.get(parameter) != parameter.ds_tensor._version
+            ]
+        self._compare(named_parameters, self._includes_offloaded)
+        self.is_due = self.is_due_each_step or self._compares_each_step
+        self._is_first_in_epoch = False
 
-    def _compare_all(self) -> None:
-        for name, parameter in self._named_parameters:
-            self._compare_parameter(name, parameter, includes_offloaded=True)
+    def _compare(self, named_parameters: List[Tuple[str, Any]], includes_offloaded: bool) -> None:
+        names: List[str] = []
+        pairs: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        num_elements = 0
+        for name, parameter in named_parameters:
+            fragment = self._fragments.get(parameter)
+            if fragment is None or fragment.size == 0:
+                continue
+            if includes_offloaded or fragment.master.device == parameter.device:
+                pair = _different(parameter, fragment)
+                if pair is not None:
+                    names.append(name)
+                    pairs.append(pair)
+                    num_elements += fragment.size
+            if num_elements > _ELEMENTS_AT_A_TIME:
+                self._add_differences(names, pairs)
+                names, pairs, num_elements = [], [], 0
+        if pairs:
+            self._add_differences(names, pairs)
 
-    def _compare_parameter(self, name: str, parameter: Any, includes_offloaded: bool) -> None:
-        fragment = self._fragments.get(parameter)
-        if fragment is None:
-            return
-        if includes_offloaded or fragment.master.device == parameter.device:
-            difference = _difference(parameter, fragment)
-            if difference is not None:
-                self._differences.append((name, difference))
+    def _add_differences(
+        self, names: List[str], pairs: List[Tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        # Few kernels for all parameters.
+        differences = torch._foreach_sub(*zip(*pairs))
+        largest = torch.stack(torch._foreach_norm(differences, math.inf))
+        # NaN, which is a separate error, isn't larger than 0.
+        self._differences.append((names, (largest > 0).to(self._device)))
 
     def has_detected(self) -> bool:
         """Returns whether this rank has detected a change. It synchronizes with the device."""
         self.check()
         differences, self._differences = self._differences, []
         if differences:
-            is_different = torch.stack([difference for _, difference in differences]).tolist()
-            names = [name for (name, _), differs in zip(differences, is_different) if differs]
-            self._found = self._found or next(iter(names), None)
+            names = [name for names, _ in differences for name in names]
+            are_different = torch.cat([are_different for _, are_different in differences]).tolist()
+            self._found = self._found or next(compress(names, are_different), None)
         return self._found is not None
 
     def raise_error(self) -> NoReturn:
@@ -175,7 +210,7 @@ class WeightChangeDetector:
 
     def warn_if_changed(self) -> None:
         """Warns of changes when there is no next step that would undo them."""
-        self._compare_all()
+        self._compare(self._named_parameters, includes_offloaded=True)
         if self.has_detected():
             logger.warning(
                 "The parameter '%s' was changed outside the optimizer after training, and the "
@@ -194,7 +229,7 @@ class WeightChangeDetector:
         `RuntimeError`
             On every rank, if any has detected a change.
         """
-        self._compare_all()
+        self._compare(self._named_parameters, includes_offloaded=True)
         if collectives.all_reduce_any(self.has_detected(), self._device):
             self.raise_error()
 
@@ -269,10 +304,10 @@ def _is_replaced(parameter: Any) -> bool:
     )
 
 
-def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
+def _different(parameter: Any, fragment: Fragment) -> Optional[Tuple[torch.Tensor, torch.Tensor]]:
     """
-    Returns whether this rank's shard of the weights differs from the tensor that the optimizer
-    updates, as a tensor, or `None` if it is known not to, or can't be compared.
+    Returns this rank's shard of the weights and of the tensor that the optimizer updates, in the
+    dtype of the weights, or `None` if they are known to be the same, or can't be compared.
     """
     master = fragment.in_master(fragment.master.detach())
     if not internals.is_sharded(parameter):
@@ -287,5 +322,4 @@ def _difference(parameter: Any, fragment: Fragment) -> Optional[torch.Tensor]:
     master = master.to(weights.device, weights.dtype)
     if weights.device.type == "cpu" and torch.equal(weights, master):
         return None  # found in one pass, where no synchronization is needed
-    # NaN, which isn't equal to itself, is a separate error.
-    return ((weights != master) & (weights == weights)).any().to(parameter.device)
+    return weights, master
