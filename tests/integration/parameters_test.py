@@ -5,6 +5,7 @@ gradients that aren't finite; what comes back with the best weights. Each is as 
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
@@ -18,8 +19,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed.engine.process.process_environment import process_environment
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, error_of_training
+from tests.support.workers import run_workers
 
 DIM = 4
 # Each ZeRO stage, in one process or with two workers.
@@ -358,6 +361,136 @@ def test_one_parameter_with_two_names_and_two_without_common_elements_are_exact(
 ):
     sides = [Side(lambda: Layers(add), _vectors, each, world_size) for each in (stage, None)]
     assert_same_weights(*(side.train() for side in sides))
+
+
+# Attributes in the memory of a parameter
+
+
+def _look_up(find: Callable[[Layers], torch.Tensor]) -> Callable[[Layers, torch.Tensor], Any]:
+    """A penalty on what the model computes with an attribute."""
+    return lambda model, x: (model.encoder(x) * find(model).float().sum()).sin().mean()
+
+
+def _as_data(model: Layers) -> None:
+    model.table = model.encoder.weight.data
+    model.penalty = _look_up(lambda model: model.table)
+
+
+def _in_a_child_with_a_graph(model: Layers) -> None:
+    model.decoder.transposed = model.encoder.weight.t()[1:]
+    model.penalty = _look_up(lambda model: model.decoder.transposed)
+
+
+def _in_objects(model: Layers) -> None:
+    model.parts = SimpleNamespace(rows=[{"last": model.encoder.weight.detach()[-1]}])
+    model.hidden = [nn.Linear(DIM, DIM)]
+    model.hidden[0].weight.data = model.decoder.weight.data
+    model.penalty = _look_up(lambda model: model.parts.rows[0]["last"] + model.hidden[0].weight[0])
+
+
+def _as_array(model: Layers) -> None:
+    model.table = model.encoder.weight.detach().numpy()
+    model.penalty = _look_up(lambda model: torch.from_numpy(model.table))
+
+
+def _of_another_type(model: Layers) -> None:
+    model.table = model.encoder.weight.data.view(torch.int32)
+    model.penalty = _look_up(lambda model: model.table.view(torch.float32))
+
+
+def _in_the_first_pass(model: Layers) -> None:
+    def find(model: Layers) -> torch.Tensor:
+        if not hasattr(model, "table"):
+            model.table = model.encoder.weight.data
+        return model.table
+
+    model.penalty = _look_up(find)
+
+
+def _in_each_pass(model: Layers) -> None:
+    def find(model: Layers) -> torch.Tensor:
+        model.tables = [model.encoder.weight.t()]
+        return model.tables[0]
+
+    model.penalty = _look_up(find)
+
+
+def _of_frozen(model: Layers) -> None:
+    _freeze_encoder(model)
+    _as_data(model)
+
+
+def _of_spectral_norm(model: Layers) -> None:
+    nn.utils.spectral_norm(model.decoder)
+
+
+IN_ATTRIBUTES = [_as_data, _in_a_child_with_a_graph, _in_objects, _in_the_first_pass]
+
+
+@pytest.mark.parametrize(
+    "share, stage, world_size",
+    [
+        *zip(IN_ATTRIBUTES, *zip((1, 2), (2, 1), (2, 2), (2, 2))),
+        (_as_array, 0, 1),
+        (_in_each_pass, 3, 2),
+        (_of_frozen, 3, 2),
+        (_of_spectral_norm, 2, 1),
+    ],
+)
+def test_attributes_follow_the_parameter_that_they_share_memory_with(
+    share: Callable[[Layers], None], stage: int, world_size: int
+):
+    sides = [Side(lambda: Layers(share), _vectors, each, world_size) for each in (stage, None)]
+    assert_same_weights(*(side.train() for side in sides))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_attributes_follow_the_parameter_in_half_precision(stage: int):
+    def last_differences(trainer: Any) -> List[float]:
+        trainer.train()
+        model = trainer.model
+        of_engine = float((model.table - model.encoder.weight).abs().max())
+        trainer.close()  # here the weights are in fp32 again
+        assert model.table.dtype == torch.float32
+        return [of_engine, float((model.table - model.encoder.weight).abs().max())]
+
+    def train(rank: int) -> List[float]:
+        with process_environment(torch.device("cpu"), rank):
+            side = Side(lambda: Layers(_as_data), _vectors, stage, deepspeed_config=bf16)
+            return last_differences(side.construct(rank, None))
+
+    bf16 = {"bf16": {"enabled": True}}
+    assert run_workers(1, train) == [[0, 0]]
+
+
+@pytest.mark.parametrize(
+    "share, stage, is_partitioned",
+    [
+        (_as_array, 1, False),
+        (_of_another_type, 2, False),
+        (_as_data, 3, False),
+        (_in_a_child_with_a_graph, 3, True),
+        (_as_array, 3, True),
+    ],
+)
+def test_attributes_that_cannot_follow_the_parameter_are_refused(
+    share: Callable[[Layers], None],
+    stage: int,
+    is_partitioned: bool,
+    expect_message: Callable[[str], None],
+):
+    side = Side(lambda: Layers(share), _vectors, stage, is_constructed_partitioned=is_partitioned)
+    expect_message(side.refusal())
+
+
+@pytest.mark.parametrize("world_size, threshold", [(1, 0), (2, 0), (2, 100)])
+def test_an_attribute_that_the_first_pass_makes_is_an_error_at_stage_3(
+    world_size: int, threshold: int
+):
+    zero = {"stage3_param_persistence_threshold": threshold}
+    side = Side(lambda: Layers(_in_the_first_pass), _vectors, 3, world_size, zero=zero)
+    for message in side.on_all_ranks(error_of_training):
+        assert "'table'" in message and "'encoder.weight'" in message
 
 
 # What comes back with the best weights

@@ -27,8 +27,10 @@ from allennlp_deepspeed.engine.lifecycle.half_precision import DTYPES, HalfPreci
 from allennlp_deepspeed.engine.optimizers import stepped_optimizers
 from allennlp_deepspeed.engine.parameters import released_parameters, states_of_masters
 from allennlp_deepspeed.engine.parameters.memory_format import support_any_layout
+from allennlp_deepspeed.engine.parameters.model_check import moves_parameters
 from allennlp_deepspeed.engine.parameters.model_snapshot import ModelSnapshot
 from allennlp_deepspeed.engine.parameters.shards import Shards
+from allennlp_deepspeed.engine.parameters.shared_attributes import SharedAttributes
 from allennlp_deepspeed.engine.process import deepspeed_logging
 from allennlp_deepspeed.engine.process.process_environment import (
     device_index,
@@ -75,6 +77,7 @@ class Setup:
     is_alone: bool = False
     """Whether there is one process. The process group may be destroyed before the engine."""
     snapshot: Optional[ModelSnapshot] = None
+    shared_attributes: Optional[SharedAttributes] = None
     regularizer: Optional[PartitionedRegularizer] = None
     parameters: Optional[Dict[str, torch.nn.Parameter]] = None
     """The parameters of the engine by name, each under all of its names."""
@@ -169,6 +172,18 @@ def _half_precision(setup: Setup) -> ContextManager[None]:
 def _partition_regularizer(setup: Setup) -> ContextManager[Any]:
     setup.regularizer = PartitionedRegularizer(setup.model)
     return _call_at_exit(setup.regularizer.remove)
+
+
+def _shared_attributes(setup: Setup) -> ContextManager[Any]:
+    with released_parameters.access_allowed():  # an engine may have left some sharded
+        setup.shared_attributes = SharedAttributes(setup.model)
+        setup.shared_attributes.check(setup.stage, moves_parameters(setup.config) or "")
+    return _call_at_exit(setup.shared_attributes.follow)
+
+
+def _move_shared_attributes(setup: Setup) -> None:
+    assert setup.shared_attributes is not None
+    setup.shared_attributes.follow()
 
 
 def _snapshot(setup: Setup) -> ContextManager[Any]:
@@ -305,6 +320,10 @@ def _with_shards(setup: Setup) -> bool:
     return setup.stage > 0
 
 
+def _moves_parameters(setup: Setup) -> bool:
+    return moves_parameters(setup.config) is not None
+
+
 FEATURES: Tuple[Feature, ...] = (
     # First, so that it is undone last: the process group, variables and global state of DeepSpeed.
     Feature("process environment", _environment),
@@ -323,6 +342,8 @@ FEATURES: Tuple[Feature, ...] = (
         lambda s: s.is_half and s.stage < 3,
     ),
     Feature("partitioned regularizer", _partition_regularizer, _at_stage_3),
+    # Before the snapshot, so that they follow parameters when it has restored them.
+    Feature("attributes that share memory", _shared_attributes, _moves_parameters),
     # After what changes the model, which it must not restore. Its undoing destroys the engine, so
     # that all that follows is undone while the engine exists.
     Feature("snapshot of the model", _snapshot),
@@ -335,6 +356,7 @@ FEATURES: Tuple[Feature, ...] = (
     ),
     Feature("leaf modules", _leaf_modules, _with_ranks_at_stage_3),
     Feature("initialize", _initialize),
+    Feature("memory of attributes", _move_shared_attributes, _moves_parameters),
     # Before hooks of this package are added, which the snapshot would take for DeepSpeed's.
     Feature("what DeepSpeed has added to the model", _find_added),
     Feature("modes of the engine and the model", _switch_modes),

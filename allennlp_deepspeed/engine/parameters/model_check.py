@@ -50,7 +50,7 @@ def check_model(model: Model, config: ResolvedConfig) -> None:
     `ConfigurationError`
         If there is one. The message has its name and the change to make.
     """
-    problem = _stepped_elsewhere(config)
+    problem = moves_parameters(config)
     for name, module in model.named_modules():
         if config.zero_stage > 0:
             _check_sharded(name, module, config.zero_stage)
@@ -95,10 +95,10 @@ def check_same_order(model: torch.nn.Module) -> None:
             )
 
 
-def _stepped_elsewhere(config: ResolvedConfig) -> Optional[str]:
+def moves_parameters(config: ResolvedConfig) -> Optional[str]:
     """
-    Returns the stage or precision in which the optimizer updates other tensors than the model's, or
-    `None` if it doesn't.
+    Returns the stage or precision in which the engine moves the model's parameters, and the
+    optimizer updates other tensors, or `None` if it does neither.
     """
     if config.zero_stage > 0:
         return f"at ZeRO stage {config.zero_stage}"

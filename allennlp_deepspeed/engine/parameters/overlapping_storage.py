@@ -32,10 +32,10 @@ def check_memory(model: torch.nn.Module, where: str) -> None:
     tensors.sort(key=lambda named: (str(named[1].device), named[1].data_ptr()))
     for i, (name, tensor) in enumerate(tensors):
         for other_name, other in tensors[i + 1 :]:
-            if other.device != tensor.device or other.data_ptr() >= _end(tensor):
+            if other.device != tensor.device or other.data_ptr() >= end_address(tensor):
                 break
             is_trained = tensor.requires_grad or other.requires_grad
-            if is_trained and _share_elements(tensor, other):
+            if is_trained and share_elements(tensor, other):
                 raise overlapping_storage_error(name, other_name, where)
 
 
@@ -47,21 +47,24 @@ def overlapping_storage_error(name: str, other_name: str, where: str) -> Configu
     )
 
 
-def _end(tensor: torch.Tensor) -> int:
+def end_address(tensor: torch.Tensor) -> int:
     """Returns the address after a tensor's last element."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+def share_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
     """
-    Returns whether tensors whose memory overlaps share any element, which two slices of columns
-    don't.
+    Returns whether two tensors share any element, which two slices of columns of one matrix don't.
     """
+    if second.data_ptr() < first.data_ptr():
+        first, second = second, first
+    if second.data_ptr() >= end_address(first):
+        return False
     offset, remainder = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
-    if offset == 0 or first.dtype != second.dtype or remainder:
+    if first.is_contiguous() or first.dtype != second.dtype or remainder:
         return True
-    length = max(_end(first), _end(second)) - first.data_ptr()
+    length = max(end_address(first), end_address(second)) - first.data_ptr()
     addresses = torch.arange(length // first.element_size())
     of_first = addresses.as_strided(first.shape, first.stride()).reshape(-1)
     of_second = addresses.as_strided(second.shape, second.stride(), offset).reshape(-1)

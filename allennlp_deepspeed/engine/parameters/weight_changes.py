@@ -14,6 +14,10 @@ from allennlp_deepspeed.engine.parameters.released_parameters import (
     call_before_release,
 )
 from allennlp_deepspeed.engine.parameters.shards import Fragment, Shards
+from allennlp_deepspeed.engine.parameters.shared_attributes import (
+    ReleasedMemory,
+    shared_attribute_error,
+)
 from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ class WeightChangeDetector:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._device = engine.device
+        self._model = engine.module
         is_partitioned = engine.zero_optimization_partition_weights()
         self._named_parameters: List[Tuple[str, Any]] = [
             (name, parameter)
@@ -71,6 +76,9 @@ class WeightChangeDetector:
         self._compares_each_step = False
         # A release may lose a change.
         self._compares_before_release = is_partitioned and not engine.zero_quantized_weights()
+        # The memory that the first step releases, until the second step looks for attributes in it.
+        self._released_memory = ReleasedMemory() if is_partitioned else None
+        self._records_released_memory = is_partitioned
         self._names = {parameter: name for name, parameter in self._named_parameters}
         # The versions of the shards that this step has compared before their release.
         self._compared: Dict[Any, int] = {}
@@ -130,6 +138,8 @@ class WeightChangeDetector:
 
     def _compare_before_release(self, parameter: Any) -> None:
         name = self._names.get(parameter)
+        if self._released_memory is not None and self._records_released_memory:
+            self._released_memory.add(parameter)
         if name is not None and parameter not in self._compared:
             self._compared[parameter] = parameter.ds_tensor._version
             self._compare([(name, parameter)], self._includes_offloaded)
@@ -144,7 +154,15 @@ class WeightChangeDetector:
         Compares the weights that the passes haven't compared, or whose shards have been written
         since, as by `GatheredParameters`. Must be called before the optimizer step. It doesn't
         synchronize with the device.
+
+        # Raises
+
+        `ConfigurationError`
+            In the second step at ZeRO stage 3, if an attribute has the memory that a parameter had
+            in the first.
         """
+        if self._released_memory is not None:
+            self._check_attributes(self._released_memory)
         named_parameters = self._named_parameters
         if self._compared:
             named_parameters = [
@@ -153,8 +171,23 @@ class WeightChangeDetector:
                 if self._compared.get(parameter) != parameter.ds_tensor._version
             ]
         self._compare(named_parameters, self._includes_offloaded)
-        self.is_due = self.is_due_each_step or self._compares_each_step
+        self.is_due = (
+            self.is_due_each_step or self._compares_each_step or self._released_memory is not None
+        )
         self._is_first_in_epoch = False
+
+    def _check_attributes(self, released_memory: ReleasedMemory) -> None:
+        if self._records_released_memory:
+            self._records_released_memory = False
+            for _, parameter in self._named_parameters:
+                if internals.is_gathered(parameter):
+                    released_memory.add(parameter)
+            return
+        self._released_memory = None
+        found = released_memory.find_attribute(self._model)
+        if found is not None:
+            name, parameter = found
+            raise shared_attribute_error(name, self._names[parameter], "at ZeRO stage 3")
 
     def _compare(self, named_parameters: List[Tuple[str, Any]], includes_offloaded: bool) -> None:
         names: List[str] = []

@@ -38,6 +38,10 @@ from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.parameters.memory_format import support_any_layout
 from allennlp_deepspeed.engine.parameters.model_check import has_precision
 from allennlp_deepspeed.engine.parameters.overlapping_storage import overlapping_storage_error
+from allennlp_deepspeed.engine.parameters.shared_attributes import (
+    ReleasedMemory,
+    shared_attribute_error,
+)
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.process_environment import process_environment
 from allennlp_deepspeed.engine.zero3.module_hooks import stage_3_environment
@@ -107,6 +111,7 @@ class PartitionedConstruction:
         self._num_unsharded_elements = 0
         # Pairs that shared memory until one of them was partitioned.
         self._shared: List[Tuple[Parameter, Parameter]] = []
+        self._released_memory = ReleasedMemory()
         # Parameters that have been partitioned, in the same order on each rank.
         self._partitioned: List[weakref.ref] = []
         # Names of the attributes that partitioned parameters have in addition to their own.
@@ -144,7 +149,7 @@ class PartitionedConstruction:
         # Raises
 
         `ConfigurationError`
-            If two parameters share memory.
+            If two parameters share memory, or an attribute has that of a parameter.
         """
         self._partition_module(model)
         self._partition_all_again()
@@ -155,6 +160,11 @@ class PartitionedConstruction:
         for parameter, other in self._shared:
             if parameter in names and other in names:
                 raise overlapping_storage_error(names[other], names[parameter], "at ZeRO stage 3")
+        found = self._released_memory.find_attribute(model)
+        if found is not None:
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            if found[1] in names:
+                raise shared_attribute_error(found[0], names[found[1]], "at ZeRO stage 3")
         for module in model.modules():
             for _, parameter in _own_parameters(module):
                 is_half = parameter.dtype in _HALF_PRECISION and self._dtype == torch.float32
@@ -294,6 +304,7 @@ class PartitionedConstruction:
         if is_lazy(parameter) or not has_precision(parameter):
             return  # the engine refuses it by name
         self._find_shared(parameter)
+        self._released_memory.add(parameter)
         self._to_device(parameter)
         own_attributes = set(vars(parameter))
         internals.shard_parameter(self._partitioner, parameter)
@@ -305,6 +316,7 @@ class PartitionedConstruction:
         if not internals.is_gathered(parameter):
             return  # a constructor that supports DeepSpeed has partitioned it
         self._find_shared(parameter)
+        self._released_memory.add(parameter)
         self._to_device(parameter)
         if (parameter.shape, parameter.dtype) != (parameter.ds_shape, parameter.ds_tensor.dtype):
             internals.shard_parameter(self._partitioner, parameter)
