@@ -3,7 +3,8 @@
 import logging
 import math
 from collections import deque
-from typing import Any, Iterator, List, NamedTuple, Optional, Type
+from types import NoneType
+from typing import Any, Iterator, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,13 @@ from allennlp.data.data_loaders import (
     SimpleDataLoader,
     TensorDict,
 )
+from allennlp.data.samplers import BucketBatchSampler
 
 from allennlp_deepspeed.config.settings import fixed_size
 from allennlp_deepspeed.engine.lifecycle.profiler_ranges import DATA, phase
 from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
-
-_LOADERS_WITH_EXACT_LENGTH = (MultiProcessDataLoader, SimpleDataLoader)
 
 _NO_DATA = (
     "A worker has no batch of training data: use fewer workers, smaller batches, or more "
@@ -53,8 +53,8 @@ class BatchGroups:
     micro-batches on every rank. As in AllenNLP, the epoch ends on all ranks before the first
     micro-batch that some rank lacks.
 
-    If every rank has one of AllenNLP's loaders whose length is exact, the ranks agree once, at the
-    beginning, and each reads all of its data, because loaders with `batches_per_epoch` preserve
+    If every rank has a loader whose length is exact (`has_exact_length`), the ranks agree once, at
+    the beginning, and each reads all of its data, because loaders with `batches_per_epoch` preserve
     their position when they are asked for one more batch than there is. For other loaders, whose
     length may be an estimate, they agree once for each group. The length of the data loader is read
     once, by the constructor, because samplers with noise draw random numbers for it, as often as in
@@ -223,22 +223,16 @@ def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
 
 def has_exact_length(data_loader: DataLoader) -> bool:
     """
-    Returns whether an epoch has exactly `len()` batches. It doesn't for a sampler without a fixed
-    batch size, whose batches differ between epochs, or for a "multitask" loader with
-    `instances_per_epoch`, which has fewer. The length of a user's class may be an estimate.
+    Returns whether an epoch has exactly `len()` batches, which only AllenNLP's own classes
+    guarantee. The length of a user's loader, a user's sampler or a subclass may be an estimate. So
+    is that of "max_tokens_sampler", whose batches differ between epochs, and of "multitask" with
+    `instances_per_epoch`, which has fewer.
     """
-    if not any(_has_methods_of(data_loader, known) for known in _LOADERS_WITH_EXACT_LENGTH):
+    if type(data_loader) not in (MultiProcessDataLoader, SimpleDataLoader):
         return False
     if getattr(data_loader, "batches_per_epoch", None) is not None:
         return True
-    has_sampler = getattr(data_loader, "batch_sampler", None) is not None
-    return not has_sampler or micro_batch_size(data_loader) is not None
-
-
-def _has_methods_of(data_loader: DataLoader, known: Type[DataLoader]) -> bool:
-    """Returns whether the loader's class has the length and the batches of a known one."""
-    methods = ((getattr(c, "__len__", None), c.__iter__) for c in (type(data_loader), known))
-    return len(set(methods)) == 1
+    return type(getattr(data_loader, "batch_sampler", None)) in (NoneType, BucketBatchSampler)
 
 
 def _length(data_loader: DataLoader) -> Optional[int]:

@@ -1,6 +1,6 @@
 """Which batches an epoch has, on one worker and on several."""
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Type
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from allennlp.data.data_loaders.multitask_epoch_sampler import UniformSampler
 from allennlp.data.data_loaders.multitask_scheduler import RoundRobinScheduler
 from allennlp.data.dataset_readers import DatasetReader, MultiTaskDatasetReader
 from allennlp.data.fields import MetadataField
+from allennlp.data.samplers import BatchSampler, BucketBatchSampler
 from allennlp.models import Model
 
 from allennlp_deepspeed.training.batch_groups import BatchGroups
@@ -34,8 +35,14 @@ class Numbers(DatasetReader):
             yield Instance({"number": MetadataField(number)})
 
 
-def numbers(num_instances: int, **arguments: Any) -> MultiProcessDataLoader:
-    loader = MultiProcessDataLoader(Numbers(), str(num_instances), batch_size=2, **arguments)
+def numbers(
+    num_instances: int,
+    loader_class: Type[MultiProcessDataLoader] = MultiProcessDataLoader,
+    **arguments: Any,
+) -> MultiProcessDataLoader:
+    if "batch_sampler" not in arguments:
+        arguments["batch_size"] = 2
+    loader = loader_class(Numbers(), str(num_instances), **arguments)
     loader.index_with(Vocabulary())
     return loader
 
@@ -178,12 +185,80 @@ class Estimated(SimpleDataLoader):
         return self._estimate
 
 
-@pytest.mark.parametrize("estimate", [1, 5, 9])
-def test_an_estimated_length_does_not_say_where_an_epoch_ends(estimate: int):
-    def work(rank: int) -> List[List[int]]:
-        return seen_by_groups(Estimated(12 + 2 * rank, estimate), group_size=2)
+class Pairs(BatchSampler):
+    """Pairs of instances and a short batch at the end, and an estimate of their number."""
 
-    assert run_workers(2, work) == [[list(range(12))] * NUM_EPOCHS] * 2
+    def __init__(self, estimate: int) -> None:
+        self._estimate = estimate
+
+    def get_batch_indices(self, instances: Sequence[Instance]) -> Iterator[List[int]]:
+        indices = list(range(len(instances)))
+        return (indices[i : i + 2] for i in range(0, len(indices), 2))
+
+    def get_num_batches(self, instances: Sequence[Instance]) -> int:
+        return self._estimate
+
+    def get_batch_size(self) -> int:
+        return 2
+
+
+class PairsInBuckets(BucketBatchSampler):
+    """Inherits the number of batches of other sizes."""
+
+    get_batch_indices = Pairs.get_batch_indices
+
+
+class ShortLast(MultiProcessDataLoader):
+    """Inherits the number of all batches but a short one."""
+
+    def _iter_batches(self):
+        return numbers(len(self._instances))._iter_batches()
+
+
+ESTIMATES: Dict[str, Callable[[int], Any]] = {
+    "a loader's, too few": lambda n: Estimated(n, 1),
+    "a loader's, too many": lambda n: Estimated(n, 9),
+    "a sampler's, too few": lambda n: numbers(n, batch_sampler=Pairs(n // 2)),
+    "a sampler's, none": lambda n: numbers(n, batch_sampler=Pairs(0)),
+    "a sampler's, too many": lambda n: numbers(n, batch_sampler=Pairs(9)),
+    "an inherited one of a sampler": lambda n: numbers(n, batch_sampler=PairsInBuckets(4)),
+    "an inherited one of a loader": lambda n: numbers(n, ShortLast, drop_last=True),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_an_estimated_length_does_not_say_where_an_epoch_ends(name: str):
+    def work(rank: int) -> List[List[List[int]]]:
+        # The same number on both, and 3 batches beside 4.
+        return [
+            seen_by_groups(ESTIMATES[name](num_instances), group_size)
+            for group_size in (1, 2)
+            for num_instances in (7, 6 + 2 * rank)
+        ]
+
+    expected = [[list(range(number))] * NUM_EPOCHS for number in (7, 6, 7, 6)]
+    assert run_workers(2, work) == [expected] * 2
+
+
+@pytest.mark.parametrize("estimate", [3, 9])
+def test_an_estimated_length_trains_as_with_gradient_descent(estimate: int):
+    """Of 4 batches, the last of which is short and ends a group of 3."""
+
+    def line_after(stage: Optional[int], num_workers: int) -> Dict[str, torch.Tensor]:
+        return Side(
+            Parabola,
+            lambda rank: numbers(7, batch_sampler=Pairs(estimate)),
+            stage,
+            world_size=num_workers,
+            num_gradient_accumulation_steps=3,
+            validation_data_loader=numbers(7, batch_sampler=Pairs(estimate)),
+        ).train()
+
+    # The workers have the same data.
+    expected = line_after(None, 1)
+    assert_same_weights(line_after(None, 2), expected)
+    for num_workers in (1, 2):
+        assert_same_weights(line_after(2, num_workers), expected)
 
 
 def multitask(rank: int) -> MultiTaskDataLoader:
