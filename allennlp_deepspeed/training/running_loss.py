@@ -78,7 +78,8 @@ class RunningLoss:
             reg_losses.append(batch_outputs["reg_loss"].detach().clone())
         terms.append(
             {
-                name: value.detach()
+                # A view would keep all that it is a view of.
+                name: value.detach().clone()
                 for name, value in batch_outputs.items()
                 if name.endswith("_loss") and isinstance(value, torch.Tensor) and value.dim() == 0
             }

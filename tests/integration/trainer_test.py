@@ -15,6 +15,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import prepare_environment
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
+from allennlp.nn import RegularizerApplicator
+from allennlp.nn.regularizers import L2Regularizer
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import PearsonCorrelation
@@ -24,6 +26,7 @@ from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from allennlp_deepspeed.engine.process.single_process import as_single_process
 from tests.support.experiment import assert_same_weights, load_config
 from tests.support.side_by_side import Side
+from tests.support.tensor_memory import TensorMemory
 
 STAGE_3: Dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -338,3 +341,38 @@ def test_a_moving_average_is_not_added_to_a_training_that_goes_on(tmp_path: Path
     with pytest.raises(ConfigurationError, match="has no state for 'trainer.moving_average'"):
         trainer.train()
     assert not dist.is_initialized()
+
+
+class ViewsAsLosses(Model):
+    """Each of its losses is an element of a large tensor."""
+
+    num_elements = 10**5
+
+    def __init__(self) -> None:
+        regularizer = RegularizerApplicator([("weight", L2Regularizer(0.1))])
+        super().__init__(Vocabulary(), regularizer)
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, factor: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        losses = self.weight.sum() * factor.expand(self.num_elements).clone()
+        of_sum = losses.sum().expand(self.num_elements).clone()
+        return {"loss": losses[0], "first_loss": losses[1], "second_loss": of_sum.detach()[-1]}
+
+    def get_regularization_penalty(self) -> torch.Tensor:
+        return self.weight.square().sum().expand(self.num_elements).clone()[3]
+
+
+def test_losses_that_have_not_been_read_take_the_memory_of_numbers(tmp_path: Path) -> None:
+    side = Side(
+        ViewsAsLosses,
+        lambda rank: [{"factor": torch.tensor(0.1)}] * 12,
+        stage=0,
+        num_epochs=1,
+        log_every_num_steps=100,
+        num_gradient_accumulation_steps=2,
+    )
+    trainer = side.construct(0, tmp_path)
+    with TensorMemory() as memory:
+        trainer.train()
+    # Of two micro-batches: four tensors each, and their gradients.
+    assert memory.peak < 2 * (4 + 4) * 4 * ViewsAsLosses.num_elements
