@@ -32,7 +32,7 @@ from typing_extensions import override
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.settings import registered_name
-from allennlp_deepspeed.launch import construction_errors, error_messages
+from allennlp_deepspeed.launch import construction_errors, error_messages, unmatched_patterns
 from allennlp_deepspeed.launch.config_check import has_known_train_loop
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.training.construction import freeze
@@ -61,6 +61,8 @@ class DryRun:
         self._errors = ConfigErrors()
         self._constructed: List[str] = []
         self._skipped: List[str] = []
+        self._warnings: List[str] = []
+        self._initializers: Dict[str, InitializerApplicator] = {}
         self._has_all_instances = True
         self.model: Optional[Model] = None
         self.vocabulary: Optional[Vocabulary] = None
@@ -72,7 +74,7 @@ class DryRun:
         # Returns
 
         `str`
-            What was constructed, and what was not and why.
+            What was constructed, what was not and why, and warnings.
 
         # Raises
 
@@ -90,7 +92,8 @@ class DryRun:
             self._construct_parts(self.model, directory)
         self._errors.raise_any()
         text = f"Constructed: {', '.join(self._constructed)}."
-        return text + "".join(f"\nNot constructed: {reason}." for reason in self._skipped)
+        text += "".join(f"\nNot constructed: {reason}." for reason in self._skipped)
+        return text + "".join(f"\nWarning: {warning}." for warning in dict.fromkeys(self._warnings))
 
     def _make_readers(self) -> Dict[str, DatasetReader]:
         readers = {}
@@ -178,7 +181,7 @@ class DryRun:
         for key, part in enumerate(section) if isinstance(section, list) else items:
             if key == "initializer" and part is not None:
                 with self._collect(f"{path}.{key}"):
-                    InitializerApplicator.from_params(
+                    self._initializers[path] = InitializerApplicator.from_params(
                         _params(part) if isinstance(part, dict) else part
                     )
             else:
@@ -199,13 +202,39 @@ class DryRun:
                 )
                 model = construct_without_weights(self._params, self.vocabulary, directory)
                 self._constructed.append("vocabulary of all instances, which the model needs")
-            freeze(model, self._config["trainer"].get("no_grad") or [])
+            with self._errors.collect():
+                freeze(model, self._config["trainer"].get("no_grad") or [])
+            self._apply_initializers(model)
             size = sum(parameter.numel() for parameter in model.parameters())
             self._constructed.append(
                 f"model (without weights; with this vocabulary it has {size:,} parameters)"
             )
             return model
         return None
+
+    def _apply_initializers(self, model: Model) -> None:
+        """Finds the patterns of initializers that match no parameter, without initializing any."""
+        for path, initializer in self._initializers.items():
+            initializer._initializers = [(p, _keep) for p, _ in initializer._initializers]  # type: ignore[misc]
+            # That of a part sees the names in the part, which may be any module.
+            modules = [model] if path == "model" else list(model.modules())
+            unmatched = []
+            for module in modules:
+                with self._find_unmatched() as lines:
+                    initializer(module)
+                unmatched.append(lines)
+            self._warnings += [line for line in unmatched[0] if all(line in u for u in unmatched)]
+
+    @contextmanager
+    def _find_unmatched(self) -> Iterator[List[str]]:
+        """Context manager that yields the list of warnings of patterns that match no parameter."""
+        disabled = logging.root.manager.disable
+        logging.disable(logging.INFO)
+        try:
+            with unmatched_patterns.named(self._config, shows=False) as lines:
+                yield lines
+        finally:
+            logging.disable(disabled)
 
     def _construct_parts(self, model: Optional[Model], directory: str) -> None:
         """Constructs the parts of the trainer."""
@@ -218,7 +247,11 @@ class DryRun:
         if model is None:
             return
         parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
-        optimizer = self._construct("optimizer", Optimizer.from_params, model_parameters=parameters)
+        with self._find_unmatched() as lines:
+            optimizer = self._construct(
+                "optimizer", Optimizer.from_params, model_parameters=parameters
+            )
+        self._warnings += lines
         if optimizer is None:
             optimizer = Optimizer.default(parameters)
         self._construct(
@@ -273,6 +306,10 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+
+
+def _keep(tensor: Any, **kwargs: Any) -> None:
+    """Initializer that keeps a tensor as it is."""
 
 
 def _params(value: Any) -> Params:

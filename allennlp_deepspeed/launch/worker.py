@@ -47,6 +47,7 @@ from allennlp_deepspeed.launch import (
     nodes,
     process_group,
     resumption,
+    unmatched_patterns,
 )
 from allennlp_deepspeed.launch.agent import Node, training_store
 from allennlp_deepspeed.launch.console_lines import announce_start_and_end
@@ -195,6 +196,7 @@ def train(
         _resume_or_start(arguments, is_leader, is_ours)
         shows = process is None or process.rank == 0
         stack.enter_context(announce_start_and_end(arguments, shows))
+        stack.enter_context(unmatched_patterns.named(config))
         if process is not None and directory is not None:
             size = config["trainer"].get("sequence_parallel_size", 1)
             if size > 1:

@@ -1,5 +1,6 @@
 """Constructs the parts of a trainer, in the same way for Python and for a config file."""
 
+import difflib
 import json
 import logging
 import math
@@ -171,10 +172,42 @@ def _parts(
 
 
 def freeze(model: Model, no_grad: List[str]) -> None:
-    """Freezes the parameters whose names match one of the regular expressions."""
-    for name, parameter in model.named_parameters():
-        if any(re.search(regex, name) for regex in no_grad):
-            parameter.requires_grad_(False)
+    """
+    Freezes the parameters whose names match one of the regular expressions.
+
+    # Raises
+
+    `ConfigurationError`
+        With a line for each regular expression that matches none.
+    """
+    parameters = dict(model.named_parameters())
+    lines = []
+    for i, pattern in enumerate(no_grad):
+        matching = [name for name in parameters if re.search(pattern, name)]
+        if not matching:
+            lines.append(
+                f"'trainer.no_grad.{i}' is {json.dumps(pattern)}, which matches the name of no "
+                f"parameter and would freeze nothing. Similar names: {_similar(model, pattern)}."
+            )
+        for name in matching:
+            parameters[name].requires_grad_(False)
+    if lines:
+        raise ConfigurationError("\n".join(lines))
+
+
+def _similar(model: Model, pattern: str) -> str:
+    """Returns names of parameters, or parts of names, that a pattern may mean."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    # A tied parameter has the first of its names.
+    found = [
+        names[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if re.search(pattern, name)
+    ]
+    if not found:
+        parts = dict.fromkeys(part for n in names.values() for part in (*n.split("."), n))
+        found = difflib.get_close_matches(pattern, parts, n=3, cutoff=0.3)
+    return ", ".join(found or dict.fromkeys(name.split(".")[0] for name in names.values()))
 
 
 def _settings(

@@ -102,6 +102,7 @@ REFUSED: Dict[str, Tuple[str, str]] = {
     "key of TrainingArguments": trainer('"warmup_ratio": 0.1'),
     "key of TrainingArguments with one here": trainer('"logging_steps": 10'),
     "num_epochs as a string": ('"num_epochs": epochs,\n    "pat', '"num_epochs": "ten",\n    "pat'),
+    "frozen parameters that there aren't": trainer('"no_grad": ["classifier", "text_embeder"]'),
     "typo at the top level": ('"validation_data_loader"', '"validation_dataloader"'),
     "key of AllenNLP 1 at the top level": (TEST, '"iterator": {"type": "basic"},'),
     "data set of the vocabulary": (TEST, '"datasets_for_vocab_creation": ["dev"],'),

@@ -262,6 +262,34 @@ def test_what_the_first_step_finds_is_auto(tmp_path: Path) -> None:
     assert resolved["train_batch_size"] == 24
 
 
+def test_patterns_without_a_parameter_are_told_by_each_command(tmp_path: Path) -> None:
+    weight = "_classification_layer.weight"
+    changes = {
+        "trainer.optimizer": {
+            "type": "sgd",
+            "lr": 0.1,
+            "parameter_groups": [[[weight], {"lr": 0.2}], [["embeder", "bias"], {}]],
+        },
+        "model.initializer": {"regexes": [[weight, "normal"], ["no_layer", "normal"]]},
+        "trainer.num_epochs": 1,
+    }
+    checked = check(tmp_path, classifier(ONE_PROCESS, changes)).check().output
+    trained = run(tmp_path, "train", "config.jsonnet", "-s", "out").check().output
+    for path, pattern in (
+        ("trainer.optimizer.parameter_groups.1.0.0", "embeder"),
+        ("model.initializer.regexes.1.0", "no_layer"),
+    ):
+        (line,) = [line for line in checked.splitlines() if f'\'{path}\' is "{pattern}"' in line]
+        assert line.rstrip(".") in trained
+    assert "regexes.0.0" not in checked + trained
+
+    config = classifier(ONE_PROCESS, changes, {"trainer.no_grad": ["bias", "embeder"]})
+    refused = check(tmp_path, config)
+    assert_refused(refused, ["'trainer.no_grad.1' is \"embeder\""])
+    said = run(tmp_path, "train", "config.jsonnet", "-s", "refused").output
+    assert refused.output.splitlines()[-1] in said.splitlines()
+
+
 def test_labels_that_come_late_in_the_chosen_data_are_accepted(tmp_path: Path) -> None:
     """The command reads the first instances only."""
     labels = ["no", *["yes"] * 99, "maybe"]
