@@ -1,34 +1,25 @@
 """Divides a global batch into the largest micro-batches that fit into memory."""
 
-import copy
 import logging
 import math
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
-from allennlp.models import Model
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.checkpoint.attribute_states import (
-    attribute_states,
-    changed_states,
-    fingerprints,
-    load_attribute_states,
-)
 from allennlp_deepspeed.engine.lifecycle.profiler_ranges import DEVICE_SYNC, mark_phase
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.engine.process.random_states import random_states, set_random_states
 from allennlp_deepspeed.extensions.chunk_size import available_for_activations, find_chunk_size
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.batch_groups import BatchGroup
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import (
+    copy_batch,
     indivisible_inputs,
     num_examples,
     slice_rows,
@@ -96,7 +87,6 @@ class AutoMicroBatchSize(StepExtension):
         wrapped_model = context.wrapped_model
         self._engine = wrapped_model.engine
         self._share: int = wrapped_model.config.engine_config["train_micro_batch_size_per_gpu"]
-        self._model = context.model
         self._forward = context.forward
         # Sorted by length, the shortest first.
         self._searches: List[SizeSearch] = []
@@ -147,8 +137,10 @@ class AutoMicroBatchSize(StepExtension):
         num_micro_batches = math.ceil(max_instances / size)
         num_dummy_batches = max(num_micro_batches - num_instances, 0)
         bounds = split_evenly(num_instances, num_micro_batches - num_dummy_batches)
-        bounds += [(0, 1)] * num_dummy_batches
         micro_batches = [slice_rows(batch, start, stop) for start, stop in bounds]
+        # Copies, because a model may change its inputs.
+        first = slice_rows(batch, 0, 1)
+        micro_batches += [copy_batch(first) for _ in range(num_dummy_batches)]
         return BatchGroup(micro_batches, num_micro_batches, num_dummy_batches)
 
     @override
@@ -198,18 +190,16 @@ class AutoMicroBatchSize(StepExtension):
         num_instances = num_examples(batch)
 
         def forward(size: int) -> Any:
-            # Copies, because a model may change its inputs.
-            return self._forward(_copied(slice_rows(batch, 0, min(size, num_instances))))
+            return self._forward(copy_batch(slice_rows(batch, 0, min(size, num_instances))))
 
-        with _restore_state(self._model):
-            size = find_chunk_size(
-                "The micro-batch size",
-                forward,
-                num_instances,
-                self._engine,
-                retains_outputs=True,
-                available_bytes=self._available_bytes,
-            )
+        size = find_chunk_size(
+            "The micro-batch size",
+            forward,
+            num_instances,
+            self._engine,
+            retains_outputs=True,
+            available_bytes=self._available_bytes,
+        )
         others = [found for found in self._searches if found.length != length]
         self._searches = sorted(
             [*others, SizeSearch(size, length, max_instances)], key=lambda found: found.length
@@ -234,43 +224,7 @@ class AutoMicroBatchSize(StepExtension):
         )
 
 
-@contextmanager
-def _restore_state(model: Model) -> Iterator[None]:
-    """
-    Context manager that restores metrics, buffers, random states and the `get_extra_state` of
-    modules after forward passes.
-    """
-    states, random = attribute_states(model), random_states()
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    user_states = [
-        (module, copy.deepcopy(module.get_extra_state()))
-        for module in model.modules()
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    ]
-    try:
-        yield
-    finally:
-        for module, name, buffer, value in buffers:
-            # An expanded buffer can't be written to.
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-            module._buffers[name] = buffer
-        load_attribute_states(model, changed_states(states, fingerprints(attribute_states(model))))
-        for module, extra_state in user_states:
-            module.set_extra_state(extra_state)
-        set_random_states(random)
-
-
 def _length(batch: Any) -> int:
     """Returns the number of elements of an instance."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.numel() for tensor in tensors) // num_examples(batch)
-
-
-def _copied(batch: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)

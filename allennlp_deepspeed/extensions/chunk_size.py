@@ -2,17 +2,26 @@
 Finds the largest chunk that fits into memory.
 """
 
+import copy
 import logging
-from typing import Any, Callable, List, Optional, TypeVar
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from allennlp_deepspeed.checkpoint.attribute_states import (
+    attribute_states,
+    changed_states,
+    fingerprints,
+    load_attribute_states,
+)
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process.random_states import random_states, set_random_states
 from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
 from allennlp_deepspeed.training import free_memory
 
@@ -37,15 +46,15 @@ def find_chunk_size(
     Finds the largest chunk whose activations fit into memory. It encodes increasing numbers of
     examples, doubling each time, and measures the memory of the graph, until the next number would
     not fit or all examples did. The result is interpolated from the memory of one additional
-    example: a batch is padded to one length, so that all examples need the same. Every rank must
-    call it, and all get the same result.
+    example: a batch is padded to one length, so that all examples need the same. The state of the
+    model and the random states stay the same. Every rank must call it, and all get the same result.
 
     # Parameters
 
     name : `str`, required.
         The name of the size, for the log.
     encode : `Callable[[int], Any]`, required.
-        Runs the model on this number of examples, or on all if there are fewer.
+        Runs the model on copies of this number of examples, or of all if there are fewer.
     batch_size : `int`, required.
         The number of this rank's examples.
     engine : `DeepSpeedEngine`, required.
@@ -98,6 +107,38 @@ def find_chunk_size(
     return fitting
 
 
+@contextmanager
+def _restore_state(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Context manager that restores metrics, buffers, random states and the `get_extra_state` of
+    modules after forward passes.
+    """
+    states, random = attribute_states(model), random_states()
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    user_states = [
+        (module, copy.deepcopy(module.get_extra_state()))
+        for module in model.modules()
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in buffers:
+            # An expanded buffer can't be written to.
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+            module._buffers[name] = buffer
+        load_attribute_states(model, changed_states(states, fingerprints(attribute_states(model))))
+        for module, extra_state in user_states:
+            module.set_extra_state(extra_state)
+        set_random_states(random)
+
+
 def available_for_activations(engine: DeepSpeedEngine) -> int:
     """
     Returns the bytes of memory that remain after what has been used so far, two full gradients, and
@@ -147,7 +188,11 @@ def _activation_bytes(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     # Training passes have another order of modules, which DeepSpeed has to record at stage 3.
-    with PrefetchTraces(engine).use("without a backward pass"), hooks:
+    with (
+        _restore_state(engine.module),
+        PrefetchTraces(engine).use("without a backward pass"),
+        hooks,
+    ):
         results = encode(size)
     tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:

@@ -8,8 +8,10 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from allennlp_deepspeed.checkpoint.attribute_states import attribute_states, fingerprints
 from allennlp_deepspeed.config.structured_keys import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
@@ -25,10 +27,12 @@ from allennlp_deepspeed.extensions.chunk_size import find_chunk_size
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import (
     Chunk,
+    copy_batch,
     has_batch_statistics,
     num_examples,
     slice_rows,
     split_into_chunks,
+    versions,
 )
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtension
 
@@ -36,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 Representations = Dict[str, torch.Tensor]
+
+# Relative to the norm, from kernels that compute otherwise with a graph, in half precision.
+_MAX_DIFFERENCE = 0.05
 
 
 class GradCache(StepExtension):
@@ -93,6 +100,10 @@ class GradCache(StepExtension):
         self._prepare = context.prepare
         self._chunker = Chunker(settings, self._engine, self._encode)
         self._prefetch_traces = PrefetchTraces(self._engine)
+        # Whether the second passes of a batch have been compared with the first ones, and the
+        # representations that differed.
+        self._is_checked = False
+        self._differing: List[str] = []
 
     @staticmethod
     def check_model(settings: GradCacheSettings, model: Model) -> None:
@@ -181,17 +192,22 @@ class GradCache(StepExtension):
             representation.requires_grad_(representation.is_floating_point())
         outputs = {}
         state_after = None
+        attributes: Dict[str, Any] = {}
         for i, (chunk, state) in enumerate(zip(chunks, states)):
             with self._gradient_synchronizer.micro_batch(is_last and i == len(chunks) - 1):
                 if i == 0:
                     with self._prefetch_traces.use("loss"):
                         outputs = self.build_cache(representations, batch, num_accumulation_steps)
                     state_after = random_states()
+                    if not self._is_checked:
+                        attributes = _attributes(self._model)
                 set_random_states(state)
                 with self._prefetch_traces.use("encode with a graph", *chunk.inputs):
                     self.forward_backward(chunk, representations)
         assert state_after is not None
         set_random_states(state_after)
+        if not self._is_checked:
+            self._check_second_passes(attributes)
         return outputs
 
     def forward_no_graph(
@@ -203,7 +219,8 @@ class GradCache(StepExtension):
         # Parameters
 
         chunks : `List[Chunk]`, required.
-            The chunks of all examples of this rank.
+            The chunks of all examples of this rank. A chunk whose inputs `encode` changes in place
+            is replaced by a copy of what it was, for the second pass.
         batch_size : `int`, required.
             The number of these examples.
 
@@ -215,10 +232,13 @@ class GradCache(StepExtension):
         """
         states: List[Dict[str, Any]] = []
         batch_representations: Representations = {}
-        for chunk in chunks:
+        for i, chunk in enumerate(chunks):
             states.append(repeatable_random_states())
+            copy, versions_before = copy_batch(chunk.inputs), versions(chunk.inputs)
             with self._prefetch_traces.use("encode", *chunk.inputs), torch.no_grad():
                 representations = self._encode(chunk)
+            if versions(chunk.inputs) != versions_before:
+                chunks[i] = chunk._replace(inputs=copy)
             if chunk.is_dummy:
                 # Restored, as if there had been no dummy chunk.
                 set_random_states(states[-1])
@@ -285,6 +305,11 @@ class GradCache(StepExtension):
         for name, representation in self._encode(chunk).items():
             if not representation.requires_grad:
                 continue
+            if not (self._is_checked or chunk.is_dummy):
+                first = cache[name][chunk.rows].detach()
+                difference = _in_fp32(representation).detach() - first
+                if difference.norm() > _MAX_DIFFERENCE * first.norm():
+                    self._differing.append(name)
             gradient = cache[name].grad
             if gradient is None or chunk.is_dummy:
                 product = 0 * representation.sum()
@@ -298,6 +323,38 @@ class GradCache(StepExtension):
             # backward pass would have done.
             with self._gradient_synchronizer.no_sync():
                 pass
+
+    def _check_second_passes(self, attributes: Dict[str, Any]) -> None:
+        """
+        Checks that the second passes of a batch have repeated the first ones.
+
+        # Parameters
+
+        attributes : `Dict[str, Any]`, required.
+            The model's `_attributes` before the second passes.
+
+        # Raises
+
+        `ConfigurationError`
+            If `encode` changes the state of the model in each pass, or returns something else.
+        """
+        self._is_checked = True
+        after = _attributes(self._model)
+        changed = [name for name in after if after[name] != attributes.get(name, after[name])]
+        encode = f"`encode` of {type(self._model).__name__}"
+        if changed:
+            raise ConfigurationError(
+                f"{encode} changes {', '.join(changed)}, but 'trainer.grad_cache' runs it twice "
+                "for each chunk: change it in `contrastive_loss`, which runs once a batch, or remove "
+                "'trainer.grad_cache'."
+            )
+        if self._differing:
+            raise ConfigurationError(
+                f"{encode} returned another '{self._differing[0]}' when 'trainer.grad_cache' ran "
+                "it again with the same examples: it must depend on nothing but its inputs, the "
+                "weights and the global random states. A generator of its own and inputs that it "
+                "changes through `.data` or NumPy can't be repeated."
+            )
 
     @override
     def state_dict(self) -> Dict[str, Any]:
@@ -314,8 +371,10 @@ class GradCache(StepExtension):
 
     @mark_phase(FORWARD)
     def _encode(self, chunk: Chunk) -> Representations:
+        # Dictionaries of its own, which `encode` may change.
+        inputs = tree_map(lambda leaf: leaf, chunk.inputs)
         with self._wrapped_model.replace_forward(self._model.encode):
-            representations = self._engine(**chunk.inputs)
+            representations = self._engine(**inputs)
         num_rows = num_examples(chunk.inputs)
         for name, representation in representations.items():
             if representation.shape[:1] != (num_rows,):
@@ -341,6 +400,17 @@ def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     return {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in outputs.items()
+    }
+
+
+def _attributes(model: torch.nn.Module) -> Dict[str, Any]:
+    """Returns fingerprints of the buffers and attributes of a model by name."""
+    states = attribute_states(model)
+    states[""] = {**states.get("", {}), **{n: {"value": b} for n, b in model.named_buffers()}}
+    return {
+        f"{module}.{name}".lstrip("."): value
+        for module, state in fingerprints(states).items()
+        for name, value in state.items()
     }
 
 
@@ -426,12 +496,9 @@ class Chunker:
         ]
 
     def _find_chunk_size(self, inputs: TensorDict, batch_size: int) -> int:
-        state = random_states()
-
         def encode(chunk_size: int) -> Representations:
             rows = slice(0, min(chunk_size, batch_size))
-            return self._encode(Chunk(slice_rows(inputs, rows.start, rows.stop), rows, True))
+            copy = copy_batch(slice_rows(inputs, rows.start, rows.stop))
+            return self._encode(Chunk(copy, rows, True))
 
-        chunk_size = find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._engine)
-        set_random_states(state)
-        return chunk_size
+        return find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._engine)

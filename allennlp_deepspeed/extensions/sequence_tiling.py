@@ -160,9 +160,15 @@ class _TiledForward:
         """
         Checks that some positions have the same outputs together as alone, and when recomputed.
         """
-        positions = hidden[:, :_CHECKED].detach().contiguous()
+        positions = hidden[:, :_CHECKED].detach().clone()
+        version = positions._version
         with torch.no_grad():
             together = self._forward(positions)
+            if positions._version != version:
+                raise ConfigurationError(
+                    f"'{_KEY}' matches {self._name}, which changes its input in place, but gets "
+                    "copies of its tiles: change a copy in it, or choose other modules."
+                )
             is_one_each = (
                 isinstance(together, torch.Tensor) and together.shape[:2] == positions.shape[:2]
             )

@@ -3,6 +3,7 @@
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 # Types of values that belong to all examples of a batch, such as AllenNLP's `FlagField`.
 _TYPES_OF_ALL_EXAMPLES = (bool, int, float, str, type(None))
@@ -47,7 +48,9 @@ def split_into_chunks(
     for start in range(0, max_batch_size, chunk_size):
         is_dummy = start >= batch_size
         rows = slice(0, 1) if is_dummy else slice(start, min(start + chunk_size, batch_size))
-        chunks.append(Chunk(slice_rows(inputs, rows.start, rows.stop), rows, is_dummy))
+        sliced = slice_rows(inputs, rows.start, rows.stop)
+        # The row is in another chunk, too, and a model may change its inputs in place.
+        chunks.append(Chunk(copy_batch(sliced) if is_dummy else sliced, rows, is_dummy))
     return chunks
 
 
@@ -66,6 +69,16 @@ def slice_rows(batch: Any, start: int, stop: int) -> Any:
     if isinstance(batch, dict):
         return {name: slice_rows(value, start, stop) for name, value in batch.items()}
     return batch if isinstance(batch, _TYPES_OF_ALL_EXAMPLES) else batch[start:stop]
+
+
+def copy_batch(batch: Any) -> Any:
+    """Returns a copy of dictionaries, lists and tensors, which a model may change in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def versions(batch: Any) -> List[int]:
+    """Returns a number for each tensor that increases if the tensor is changed in place."""
+    return [leaf._version for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def num_examples(batch: Any) -> int:

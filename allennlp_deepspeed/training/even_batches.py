@@ -5,6 +5,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
 from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.training.chunking import copy_batch
 
 
 @runtime_checkable
@@ -59,7 +60,8 @@ class EvenBatches:
         last: Optional[TensorDict] = None
         while True:
             batch = next(batches, None)
-            last = last if batch is None else batch
+            # A copy, because the model may change the batch.
+            last = last if batch is None else copy_batch(batch)
             num_with_batch, num_without_any = collectives.all_reduce_sum(
                 [int(batch is not None), int(last is None)], self._device
             )
@@ -70,7 +72,7 @@ class EvenBatches:
                     "A worker has no validation data: use fewer workers, or add instances to "
                     "'validation_data_path'."
                 )
-            yield self._model.dummy_batch(last) if batch is None else batch
+            yield self._model.dummy_batch(copy_batch(last)) if batch is None else batch
 
 
 def with_even_batches(data_loader: Any, model: Any, device: torch.device) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from allennlp_deepspeed.engine.lifecycle.activation_checkpointing import checkpoint_modules
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Side
+from tests.support.side_by_side import Side, error_of_training
 from tests.support.tensor_memory import TensorMemory
 
 BATCH_SIZE, NUM_TOKENS, DIM = 4, 5, 8
@@ -224,6 +224,68 @@ def test_what_reads_state_that_it_changes_computes_the_same_a_second_time(
         for each, arguments in ((None, {}), (stage, {"activation_checkpointing": ["^part$"]}))
     )
     assert_same_weights(actual, expected)
+
+
+class Shift(nn.Module):
+    """Changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, DIM)
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, inputs: Dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs["ids"][:, 1:].add_(1)
+        return self.linear(self.embedding(inputs["ids"])).tanh()
+
+
+class AroundShift(Model):
+    """Calls it twice with the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.shift = Shift()
+
+    def forward(self, ids: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        inputs = {"ids": ids.clone()}
+        values = self.shift(inputs) * self.shift(inputs)
+        return {"loss": (values.sum(dim=-1) - inputs["ids"]).pow(2).mean()}
+
+
+def test_what_changes_its_inputs_gets_the_former_ones_a_second_time():
+    batches = [{"ids": torch.arange(8).view(2, 4)}] * 3
+    expected, actual = (
+        Side(AroundShift, lambda rank: batches, stage, **arguments).train()
+        for stage, arguments in ((None, {}), (2, {"activation_checkpointing": ["shift"]}))
+    )
+    assert_same_weights(actual, expected)
+
+
+class AroundChange(AroundPart):
+    """Changes what the part has got, or in the part, which needs its gradient."""
+
+    def __init__(self, is_within: bool) -> None:
+        super().__init__(partial(nn.Sequential, nn.Tanh(), nn.Linear(DIM, DIM)))
+        self.first = nn.Linear(DIM, DIM)
+        if is_within:
+            self.part.insert(0, nn.ReLU(inplace=True))
+
+    def forward(self, values: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        values = self.first(values)
+        outputs = self.part(values)
+        return {"loss": (outputs + values.mul_(2)).mean()}
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_change_that_recomputation_would_see_is_refused(is_within: bool):
+    side = Side(
+        partial(AroundChange, is_within),
+        lambda rank: [{"values": torch.rand(3, DIM)}],
+        2,
+        activation_checkpointing=["^part$"],
+    )
+    (message,) = side.on_all_ranks(error_of_training)
+    assert "Sequential" in message and "trainer.activation_checkpointing" in message
 
 
 class Deep(Model):

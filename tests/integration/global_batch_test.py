@@ -361,6 +361,31 @@ def test_the_search_leaves_no_trace_in_extra_states_either() -> None:
     assert with_memory(5200, lambda: side.on_all_ranks(train))[0] == sum(STEPS)
 
 
+class Shifting(MeanOverTokens):
+    """Changes its inputs, and remembers what they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: List[Any] = []
+
+    def forward(self, words, **inputs: Any) -> Dict[str, Any]:  # type: ignore[override]
+        self.given.append(words.tolist())
+        words += 1
+        return super().forward(words % 9, **inputs)
+
+
+def test_an_instance_that_is_repeated_is_the_one_before_the_model_has_changed_it() -> None:
+    """Of the last 5 instances rank 1 has 2, and repeats one."""
+
+    def given(trainer: Any) -> List[Any]:
+        trainer.train()
+        return trainer.model.given[-3:]
+
+    side = in_micro_batches(Shifting(), 2, num_epochs=1)
+    _, (first, second, repeated) = with_memory(1, lambda: side.on_all_ranks(given))
+    assert repeated == first != second
+
+
 class GoesBackward(TrainerCallback):
     def on_backward(self, *args: Any, **kwargs: Any) -> bool:
         return False

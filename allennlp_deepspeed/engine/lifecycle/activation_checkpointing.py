@@ -10,7 +10,7 @@ import logging
 import re
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -265,16 +265,18 @@ def _recomputed_forward(
     autocast = current_autocast()
     outputs: List[Any] = []
     state = _copy_state(module)
+    inputs = _Inputs(module)
 
     def run(*tensors: torch.Tensor) -> tuple:
-        rest = (iter(others), iter(tensors))
+        rest = (iter(others), iter(inputs.restore(tensors) if outputs else tensors))
         args, kwargs = tree_unflatten([next(rest[which]) for which in is_tensor], structure)
         with autocast():
             if outputs:  # when recomputed
                 with _in_state(state), _defer_release(module):
                     forward(*args, **kwargs)
             else:
-                outputs.append(forward(*args, **kwargs))
+                with inputs.kept(tensors):
+                    outputs.append(forward(*args, **kwargs))
         # DeepSpeed gets no outputs, so that they may be of any type.
         return ()
 
@@ -286,6 +288,54 @@ def _recomputed_forward(
     (output,) = outputs
     outputs[:] = [None]  # the graph references `run`, and must not reference its outputs
     return output
+
+
+class _Inputs:
+    """
+    Input tensors of a module, which recomputation needs as they were before the forward pass.
+
+    # Parameters
+
+    module : `torch.nn.Module`
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._name = type(module).__name__
+        self._copies: List[Optional[torch.Tensor]] = []
+        self._versions: List[int] = []
+
+    @contextmanager
+    def kept(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context manager for the forward pass. It copies the inputs that change in place."""
+        # Not those with a gradient, which may be large, and can't change in recomputation.
+        copies = [None if t.requires_grad else t.clone() for t in tensors]
+        before = [t._version for t in tensors]
+        yield
+        self._versions = [t._version for t in tensors]
+        is_changed = [old != new for old, new in zip(before, self._versions)]
+        self._copies = [copy if changed else None for copy, changed in zip(copies, is_changed)]
+        if any(t.requires_grad and changed for t, changed in zip(tensors, is_changed)):
+            raise self._error("changes an input in place that requires a gradient")
+
+    def restore(self, tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+        """
+        Returns the inputs for recomputation.
+
+        # Parameters
+
+        tensors : `Sequence[torch.Tensor]`
+            Those of the backward pass. Tensors that were on the CPU in between have no version.
+        """
+        for tensor, copy, version in zip(tensors, self._copies, self._versions):
+            if copy is None and tensor._version > version:
+                raise self._error("got an input that was changed in place afterwards")
+        return [t if copy is None else copy for t, copy in zip(tensors, self._copies)]
+
+    def _error(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self._name} is recomputed in the backward pass, but {problem}: change a copy, or "
+            f"choose other modules in '{_TRAINER_KEY}'."
+        )
 
 
 def current_autocast() -> Callable[[], torch.autocast]:

@@ -72,6 +72,7 @@ def gradients(model: GPT2LMHeadModel, ids: torch.Tensor) -> List[torch.Tensor]:
         (feed_forward(), "ffn", "has 'ffn', which matches the name of no module"),
         (feed_forward(torch.nn.Dropout(0.1)), "mlp$", "mlp.2 is dropout"),
         (Mixing(), "mlp$", "whose output depends on other positions"),
+        (torch.nn.ReLU(inplace=True), "mlp$", "which changes its input in place"),
         (torch.nn.GRU(4, 4), "mlp$", "whose output depends on other positions"),
         (torch.nn.Bilinear(4, 4, 4), "mlp$", "takes more than one tensor"),
     ],

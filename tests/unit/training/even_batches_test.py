@@ -66,6 +66,22 @@ def test_ranks_with_fewer_batches_go_on_with_what_does_not_count() -> None:
     assert "A worker has no validation data" in first[1] and first[1] == second[1]
 
 
+def test_what_does_not_count_is_the_batch_before_the_model_has_changed_it() -> None:
+    def work(rank: int) -> List[int]:
+        seen = []
+        for batch in batches_of_tensors(range(3 - 2 * rank)):
+            seen.append(int(batch["text"]["ids"]))
+            batch["text"]["ids"] += 10
+            del batch["text"]["ids"]
+        return seen
+
+    def batches_of_tensors(values: Any) -> Any:
+        loader = [{"text": {"ids": torch.tensor(value)}} for value in values]
+        return with_even_batches(loader, Model(), CPU)
+
+    assert run_workers(2, work) == [[0, 1, 2], [0, 0, 0]]
+
+
 class ModelOfFormerVersion:
     validates_whole_set = True
 
