@@ -79,8 +79,9 @@ class ContrastiveModel(Model):
     def encode(self, **inputs: Any) -> Dict[str, torch.Tensor]:
         """
         Encodes each example by itself. With gradient caching it runs twice, on a few examples at a
-        time, so it must not update metrics, change buffers, or compute anything across examples. If
-        the trainer is to choose a chunk size for each input, it must accept any input alone.
+        time, so it must not update metrics, change buffers or attributes, use a random generator of
+        its own, or compute anything across examples. It may change its inputs in place. If the
+        trainer is to choose a chunk size for each input, it must accept any input alone.
 
         # Returns
 

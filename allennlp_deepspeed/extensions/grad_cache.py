@@ -345,8 +345,8 @@ class GradCache(StepExtension):
         if changed:
             raise ConfigurationError(
                 f"{encode} changes {', '.join(changed)}, but 'trainer.grad_cache' runs it twice "
-                "for each chunk: change it in `contrastive_loss`, which runs once a batch, or remove "
-                "'trainer.grad_cache'."
+                "for each chunk: change it in `contrastive_loss`, which runs once a batch, or "
+                "remove 'trainer.grad_cache'."
             )
         if self._differing:
             raise ConfigurationError(

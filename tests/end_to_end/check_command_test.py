@@ -279,7 +279,7 @@ def test_patterns_without_a_parameter_are_told_by_each_command(tmp_path: Path) -
         ("trainer.optimizer.parameter_groups.1.0.0", "embeder"),
         ("model.initializer.regexes.1.0", "no_layer"),
     ):
-        (line,) = [line for line in checked.splitlines() if f'\'{path}\' is "{pattern}"' in line]
+        (line,) = [line for line in checked.splitlines() if f"'{path}' is \"{pattern}\"" in line]
         assert line.rstrip(".") in trained
     assert "regexes.0.0" not in checked + trained
 

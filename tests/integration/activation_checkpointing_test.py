@@ -236,7 +236,7 @@ class Shift(nn.Module):
 
     def forward(self, inputs: Dict[str, torch.Tensor]) -> torch.Tensor:
         inputs["ids"][:, 1:].add_(1)
-        return self.linear(self.embedding(inputs["ids"])).tanh()
+        return self.linear(self.embedding(inputs["ids"].clone())).tanh()
 
 
 class AroundShift(Model):
