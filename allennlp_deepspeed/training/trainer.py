@@ -430,6 +430,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             with (
                 self._save_if_metric_is_unknown(),
                 self._skip_copy_of_best_weights(),
+                self._continue_metrics(),
                 self._ddp_wrapped_model.check_parameters_on_error(),
                 self._ddp_wrapped_model.explain_compiler_errors(),
             ):
@@ -450,8 +451,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                 self._metric_tracker._patience,
                 ", ".join(name for _, name in self._metric_tracker.tracked_metrics),
             )
-        # The metrics of an epoch that was completed before the checkpoint are only known from it.
-        return {**self._epoch_metrics.metrics, **metrics}, epoch
+        return metrics, epoch
 
     def _skip_confidence_checks(self) -> None:
         """
@@ -540,6 +540,22 @@ class DeepSpeedTrainer(GradientDescentTrainer):
 
         with mock.patch.object(checkpointer, "maybe_save_checkpoint", save_and_return_false):
             yield
+
+    @contextmanager
+    def _continue_metrics(self) -> Iterator[None]:
+        """
+        Context manager in which AllenNLP's loop begins with the metrics of the last epoch before
+        the checkpoint.
+
+        Works around AllenNLP 2.10.1: a resumed run begins with the metrics of the best epoch alone,
+        and with a `best_epoch` that counts validations instead of epochs. Until the next validation
+        its files have no metrics of the last one, and a completed run returns none. Gone when
+        AllenNLP's checkpoints have the metrics of the last epoch.
+        """
+        tracker, before = self._metric_tracker, self._epoch_metrics.metrics
+        if before:
+            tracker.best_epoch_metrics = _FirstMetrics(before, tracker)
+        yield
 
     @override
     def _train_epoch(self, epoch: int) -> Dict[str, float]:
@@ -877,8 +893,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         Resumes from the newest checkpoint, if there is one. Every rank must call it.
 
         Works around AllenNLP 2.10.1: a completed run that is resumed trains one more epoch if it
-        had stopped early. Otherwise it returns no metrics. Gone when `_try_train` checks whether to
-        stop before it trains, and doesn't begin with empty metrics.
+        had stopped early. Gone when `_try_train` checks whether to stop before it trains.
         """
         self._ddp_wrapped_model.check_has_engine()
         state = self._checkpointer.load_checkpoint(self) if self._checkpointer else None
@@ -1338,6 +1353,29 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         arguments = {**locals(), **kwargs}
         del arguments["cls"], arguments["kwargs"]
         return cls(**arguments)
+
+
+class _FirstMetrics(Dict[str, Any]):
+    """
+    Passes metrics to AllenNLP's loop in the place where it reads the `best_epoch_metrics` of the
+    tracker, once, and adds a prefix to their names.
+    """
+
+    def __init__(self, metrics: Dict[str, Any], tracker: AgreedMetricTracker) -> None:
+        super().__init__({_WithoutPrefix(name): value for name, value in metrics.items()})
+        self._tracker, self._of_best_epoch = tracker, tracker.best_epoch_metrics
+
+    @override
+    def items(self) -> Any:
+        self._tracker.best_epoch_metrics = self._of_best_epoch
+        return super().items()
+
+
+class _WithoutPrefix(str):
+    """A name that a prefix isn't added to."""
+
+    def __radd__(self, prefix: str) -> str:
+        return str(self)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """What training takes from a checkpoint, and what it leaves as it is now."""
 
 import json
+import re
 import shutil
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models import BasicClassifier, Model, MultiTaskModel
 from allennlp.models.heads import Head
 from allennlp.modules import Backbone
+from allennlp.training import GradientDescentTrainer
+from allennlp.training.callbacks import ShouldValidateCallback
 from allennlp.training.metrics import Average
 from torch import nn
 
@@ -87,6 +90,40 @@ def test_a_subclass_reads_the_losses_of_epochs_before_the_checkpoint(
         losses.append(ReadingLosses.losses)
     assert [len(each) for each in losses] == [1, 2, 3]
     assert losses[2][:2] == losses[1] and losses[1][:1] == losses[0]
+
+
+@pytest.mark.parametrize("start, interval", [(None, 2), (1, 3)])
+def test_metrics_of_each_epoch_are_those_of_a_run_that_does_not_validate_each(
+    tmp_path: Path, start: Optional[int], interval: int
+):
+    """The metrics of a file include those of the last validation and of the best epoch."""
+
+    def metrics_of(name: str, *lengths: int) -> List[Dict[str, Any]]:
+        directory = str(tmp_path / name)
+        for num_epochs in lengths:
+            callback = ShouldValidateCallback(directory, start, interval)
+            arguments = {
+                **Task().arguments(tmp_path / name),
+                "num_epochs": num_epochs,
+                "callbacks": [callback],
+            }
+            if name == "allennlp":
+                GradientDescentTrainer(**arguments).train()
+            else:
+                checkpointer = DeepSpeedCheckpointer(directory)
+                DeepSpeedTrainer(**arguments, checkpointer=checkpointer).train()
+        files = [tmp_path / name / f"metrics_epoch_{epoch}.json" for epoch in range(5)]
+        return [of_experiment(json.loads(file.read_text())) for file in files]
+
+    resumed = metrics_of("resumed", 1, 4, 5)
+    assert resumed == metrics_of("uninterrupted", 5)
+    for actual, expected in zip(resumed, metrics_of("allennlp", 5)):
+        assert actual == pytest.approx(expected, abs=1e-5)
+    assert len({metrics["best_epoch"] for metrics in resumed}) > 1
+
+
+def of_experiment(metrics: Dict[str, Any]) -> Dict[str, Any]:
+    return {k: v for k, v in metrics.items() if not re.search("duration|memory", k)}
 
 
 def train_in_turn(directory: Path, num_epochs: int, stage: int) -> StateDict:
