@@ -1,315 +1,478 @@
 """
-Saves and loads state of a model that isn't in its `state_dict`: accumulated metrics, counters and
-non-persistent buffers.
+Saves and loads state of objects that isn't in their `state_dict`: accumulated metrics, counters,
+non-persistent buffers, random number generators, and the fields of other objects.
 """
 
 import copy
-import hashlib
-import io
 import logging
-from collections import deque
-from typing import Any, Collection, Dict, Optional
+from collections import Counter, OrderedDict, deque
+from contextlib import contextmanager
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Set, Union
 
 import numpy as np
 import torch
-from allennlp.training.metrics import Metric
 
+from allennlp_deepspeed.checkpoint.attribute_encoding import (
+    Encoding,
+    Node,
+    Opaque,
+    Path,
+    State,
+    fields_of,
+    fingerprint,
+    generator_state,
+    is_of_library,
+)
 from allennlp_deepspeed.deepspeed_api import get_accelerator
-from allennlp_deepspeed.metrics.distributed_metrics import summed_attributes
 
 logger = logging.getLogger(__name__)
 
-# Exactly these classes: their subclasses couldn't be loaded safely.
-_PLAIN = frozenset({bool, int, float, complex, str, type(None), np.ndarray})
-_NOT_OURS = frozenset(vars(torch.nn.Module()))
-# Counters of ZeRO-3 for gathering and releasing parameters.
-_DEEPSPEED_PREFIXES = ("ds_", "applied_pre_backward_ref_cnt")
-# Whether transformers has installed hooks that capture hidden states, which it does in the first
-# forward pass of a process.
-_OF_PROCESS = frozenset({"_output_capturing_hooks_installed"})
-
-State = Dict[str, Any]
+# Containers of the standard library that are constructed from a checkpoint.
+_CONSTRUCTED = {"Counter": Counter, "OrderedDict": OrderedDict}
+# How earlier versions named these kinds.
+_FORMER_KINDS = {"metric": "object", "some": "dict", "set": "plain set"}
 
 
-def attribute_states(model: torch.nn.Module) -> Dict[str, State]:
-    """
-    Returns the numbers, sets of these, and tensors in the attributes and non-persistent buffers of
-    each module, and the full state of its metrics, including tensors and metrics in lists, tuples
-    and dictionaries, and the `summed_attributes` of other objects in metrics. Other attributes are
-    assumed to be constant: a model that changes one during training has to declare it with
-    PyTorch's `get_extra_state` and `set_extra_state`.
-
-    # Returns
-
-    `Dict[str, Dict[str, Any]]`
-        By name of the module and of the attribute. Tensors are copies.
-    """
-    states = {}
-    for name, module in model.named_modules():
-        state = {
-            key: encoded
-            for key, value in vars(module).items()
-            if key not in _NOT_OURS
-            and not key.startswith(_DEEPSPEED_PREFIXES)
-            and key not in _OF_PROCESS
-            and (encoded := _encode(value, within_metric=False)) is not None
-        }
-        state.update(_encode_buffers(module))
-        if state:
-            states[name] = state
-    return states
-
-
-def fingerprints(states: Dict[str, State]) -> Dict[str, Any]:
-    """
-    Returns fingerprints by which changed states are found without storing their tensors.
-
-    # Parameters
-
-    states : `Dict[str, Dict[str, Any]]`, required.
-        As returned by `attribute_states`.
-    """
-    return {
-        name: {key: _fingerprint(encoded) for key, encoded in state.items()}
-        for name, state in states.items()
-    }
-
-
-def changed_states(states: Dict[str, State], before: Dict[str, Any]) -> Dict[str, State]:
-    """
-    Returns the part of `states` that has changed. The rest, such as a rank, was set at construction
-    and may be constructed with another value when training resumes.
-
-    # Parameters
-
-    states : `Dict[str, Dict[str, Any]]`, required.
-        As returned by `attribute_states`.
-    before : `Dict[str, Any]`, required.
-        The `fingerprints` of the earlier states.
-    """
-    changed = {
-        name: _changed({"some": state}, {"some": before.get(name, {})})["some"]
-        for name, state in states.items()
-    }
-    return {name: state for name, state in changed.items() if state}
-
-
-def load_attribute_states(model: torch.nn.Module, states: Dict[str, State]) -> None:
-    """
-    Loads states into the modules of a model, by name.
-
-    # Parameters
-
-    model : `torch.nn.Module`, required.
-        A model that was constructed like the one that the states are from.
-    states : `Dict[str, Dict[str, Any]]`, required.
-        As returned by `attribute_states`.
-    """
-    _load_states(dict(model.named_modules()), states)
+_WITH_ITEMS = ("object", "dict", "list", "deque", "tuple", "buffer")
 
 
 class AttributeStates:
     """
-    What training changes in attributes of objects, such as a user's scheduler, that isn't in their
-    own `state_dict`. The same attributes are saved as those of metrics.
+    What training changes in attributes of objects, such as the modules of a model or a user's
+    scheduler, and isn't in their own `state_dict`. What was set at construction and hasn't changed,
+    such as a rank, may be constructed with another value when training resumes.
+
+    Saved are plain values, tensors, arrays, random number generators, containers of these, metrics,
+    and the fields of other objects; and which of them are the same object or share memory. No
+    object is constructed from a checkpoint: its fields are loaded into the one that this process
+    has constructed.
 
     # Parameters
 
-    objects : `Dict[str, Any]`, required.
-        Newly constructed objects with a `state_dict`, by name. That of an optimizer has none of its
-        attributes but `excluded` ones.
-    excluded : `Collection[str]`, required.
+    objects : `Union[torch.nn.Module, Dict[str, Any]]`, required.
+        A model, or newly constructed objects with a `state_dict`, by name. That of an optimizer has
+        none of its attributes but `excluded` ones.
+    excluded : `Collection[str]`, optional (default = `()`)
         Attributes that aren't saved.
     """
 
-    def __init__(self, objects: Dict[str, Any], excluded: Collection[str]) -> None:
+    def __init__(
+        self, objects: Union[torch.nn.Module, Dict[str, Any]], excluded: Collection[str] = ()
+    ) -> None:
         self._objects = objects
         self._excluded = excluded
-        self._before = fingerprints(self._states())
+        self._before: Dict[str, Any] = {}
+        self._lost: Set[Path] = set()
+        if not isinstance(objects, torch.nn.Module):
+            self.start()
+
+    def start(self) -> None:
+        """Records the attributes as unchanged."""
+        self._before = self.fingerprints()
+
+    def fingerprints(self) -> Dict[str, Dict[str, Any]]:
+        """Returns what tells changed attributes from others, by object and attribute."""
+        return {
+            name: {key: fingerprint(node) for key, node in state.items()}
+            for name, state in self._encode().states.items()
+        }
 
     def state_dict(self) -> Dict[str, State]:
-        return changed_states(self._states(), self._before)
+        """
+        Returns copies of what has changed. Warns of what can't be saved, once.
+        """
+        changes = _Changes(self._encode().states, self._before)
+        lost = [p for p in changes.lost if p not in self._lost and self._is_lost(p)]
+        self._lost.update(lost)
+        if lost and self._before:
+            logger.warning(
+                "Training has changed %s, which checkpoints don't include: when training resumes, "
+                "it is as constructed. If training depends on it, write `get_extra_state` and "
+                "`set_extra_state` in its module, or `state_dict` and `load_state_dict` in its "
+                "class.",
+                ", ".join(map(_describe, lost)),
+            )
+        return changes.states
 
     def load_state_dict(self, state_dict: Dict[str, State]) -> None:
-        _load_states(self._objects, state_dict)
-
-    def _states(self) -> Dict[str, State]:
-        states: Dict[str, State] = {}
-        for name, value in self._objects.items():
-            is_optimizer = isinstance(value, torch.optim.Optimizer)
-            elsewhere = {*self._excluded, *(() if is_optimizer else value.state_dict())}
-            states[name] = {
-                key: encoded
-                for key, attribute in vars(value).items()
-                if key not in elsewhere
-                # Flags of a library's optimizer tell what it has set up in this process.
-                and not (is_optimizer and isinstance(attribute, bool))
-                and (encoded := _encode(attribute, within_metric=True)) is not None
-            }
-        return states
-
-
-def _load_states(owners: Dict[str, Any], states: Dict[str, State]) -> None:
-    for name, state in states.items():
-        if name in owners:
-            _load_attributes(owners[name], state)
-
-
-def _encode(value: Any, within_metric: bool) -> Optional[State]:
-    """
-    Encodes a value as plain data with a tag, or returns `None` if the value isn't saved. Outside of
-    metrics, another container than a set is saved only for the metrics in it, or if it contains
-    nothing but tensors.
-    """
-    if isinstance(value, torch.Tensor):
-        is_state = not isinstance(value, torch.nn.Parameter) and value.grad_fn is None
-        kind = "value" if value.device.type == "cpu" else "device_value"
-        return {kind: value.detach().clone()} if is_state else None
-    if _is_plain(value):
-        return {"value": copy.copy(value)}  # an array may be accumulated into in place
-    if isinstance(value, Metric):
-        attributes = {k: _encode(v, within_metric=True) for k, v in vars(value).items()}
-        return {"metric": {k: v for k, v in attributes.items() if v is not None}}
-    if isinstance(value, set):
-        return {"set": set(value)} if all(map(_is_plain, value)) else None
-    if type(value) in (list, tuple, deque):
-        return _encode_items(type(value).__name__, dict(enumerate(value)), within_metric)
-    if isinstance(value, dict) and all(map(_is_plain, value)):
-        return _encode_items("dict", value, within_metric)
-    if within_metric and hasattr(value, "__dict__"):
-        return _encode_counts(value)
-    return None
-
-
-def _encode_buffers(module: torch.nn.Module) -> State:
-    buffers = {
-        name: _encode(buffer if buffer is None else buffer.detach(), within_metric=False)
-        for name, buffer in module._buffers.items()
-        if name in module._non_persistent_buffers_set
-    }
-    return {name: {"buffer": {0: encoded}} for name, encoded in buffers.items()}
-
-
-def _encode_counts(value: Any) -> Optional[State]:
-    """Encodes what an object in a metric, such as a scorer, declares that calls add to."""
-    names = summed_attributes(value)
-    counts = {name: _encode(getattr(value, name), within_metric=True) for name in names}
-    return {"metric": {k: v for k, v in counts.items() if v is not None}} if names else None
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, np.number)
-
-
-def _encode_items(kind: str, items: Dict[Any, Any], within_metric: bool) -> Optional[State]:
-    encoded = {key: _encode(value, within_metric) for key, value in items.items()}
-    if within_metric:
-        # A container with other items can't be rebuilt.
-        return {kind: encoded} if None not in encoded.values() else None
-    if encoded and all(isinstance(value, torch.Tensor) for value in items.values()):
-        # For example, the state that a stateful recurrent encoder carries to the next batch.
-        return {kind: encoded} if None not in encoded.values() else None
-    metrics = {k: v for k, v in encoded.items() if v is not None and set(v) & {"metric", "some"}}
-    return {"some": metrics} if metrics else None
-
-
-def _changed(encoded: State, before: Any) -> State:
-    """
-    Returns `encoded` without the unchanged items of metrics and of containers that are filled in
-    place. Other containers are rebuilt, and need all of their items.
-    """
-    ((kind, items),) = encoded.items()
-    if not isinstance(items, dict):
-        return encoded
-    was_of_this_kind = isinstance(before, dict) and before.keys() == {kind}
-    items_before = before[kind] if was_of_this_kind else {}
-    is_filled = kind in ("metric", "some")
-    return {
-        kind: {
-            key: _changed(item, items_before.get(key))
-            for key, item in items.items()
-            if not (is_filled and key in items_before and _fingerprint(item) == items_before[key])
-        }
-    }
-
-
-def _fingerprint(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), _checksum(value)
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()
-    if isinstance(value, dict):
-        return {key: _fingerprint(item) for key, item in value.items()}
-    # `repr` has all digits of a float, and NaN's is equal to itself.
-    return type(value).__name__, sorted(map(repr, value)) if isinstance(value, set) else repr(value)
-
-
-def _checksum(tensor: torch.Tensor) -> str:
-    if tensor.layout == torch.strided:
-        contents = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        return hashlib.sha256(contents.numpy().data).hexdigest()
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
-
-
-def _load_attributes(owner: Any, state: State) -> None:
-    for name, encoded in state.items():
-        value = _decode(encoded, getattr(owner, name, None))
-        if "buffer" in encoded:  # which `forward` may register
-            owner.register_buffer(name, value, persistent=False)
-        else:
-            setattr(owner, name, value)
-
-
-def _decode(encoded: State, current: Any) -> Any:
-    """
-    Decodes a value. Metrics, and containers of special types such as `defaultdict`, are the current
-    objects, filled with the saved state.
-    """
-    ((kind, saved),) = encoded.items()
-    if kind == "value":
-        if isinstance(saved, torch.Tensor):
-            device = current.device if isinstance(current, torch.Tensor) else saved.device
-            return saved.to(device, copy=True)
-        return copy.copy(saved)
-    if kind == "device_value":
-        return saved.to(get_accelerator().current_device_name())
-    if kind == "buffer":
-        return _decode(saved[0], current)
-    if kind == "metric":
-        if hasattr(current, "__dict__"):
-            _load_attributes(current, saved)
-        else:
+        loading = _Loading(self._owners(), self._encode(), state_dict)
+        loading.load()
+        if loading.lost:
             logger.warning(
-                "The state of a metric before the checkpoint is lost, because the model "
-                "constructs the metric in its forward pass. Construct it in the model's "
-                "constructor."
+                "The state of %s in the checkpoint is lost, because the constructor makes no such "
+                "object.",
+                ", ".join(map(_describe, loading.lost)),
             )
-        return current
-    if kind == "some":
-        for key, value in saved.items():
-            is_there = key in current if isinstance(current, dict) else key < len(current or ())
-            _decode(value, current[key] if is_there else None)
-        return current
-    if kind == "set":
-        return set(saved) if current is None else type(current)(saved)
-    if kind == "dict":
-        values = {} if current is None else current
-        previous = dict(values)
-        values.clear()
-        for key, value in saved.items():
-            values[key] = _decode(value, previous.get(key, _default(values)))
-        return values
-    items = list(current or [])
-    items = [_decode(v, items[i] if i < len(items) else None) for i, v in saved.items()]
-    if kind == "deque":
-        return deque(items, current.maxlen if isinstance(current, deque) else None)
-    return tuple(items) if kind == "tuple" else items
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context manager that restores all attributes when it exits."""
+        encoding = self._encode()
+        states = _Changes(encoding.states, {}, keeps_objects=True).states
+        names = {name: set(fields) for name, fields in self._fields().items()}
+        try:
+            yield
+        finally:
+            for name, owner in self._owners().items():
+                for field in self._fields()[name].keys() - names.get(name, set()):
+                    delattr(owner, field)
+            after = self.fingerprints()
+            changed = _Changes(states, after, keeps_objects=True).states
+            _Loading(self._owners(), encoding, changed, encoding.originals).load()
+
+    def _encode(self) -> Encoding:
+        is_model = isinstance(self._objects, torch.nn.Module)
+        return Encoding(self._owners(), self._fields(), with_modules=is_model)
+
+    def _owners(self) -> Dict[str, Any]:
+        if isinstance(self._objects, torch.nn.Module):
+            return dict(self._objects.named_modules())
+        return self._objects
+
+    def _fields(self) -> Dict[str, Dict[str, Any]]:
+        fields = {}
+        for name, owner in self._owners().items():
+            is_module = isinstance(owner, torch.nn.Module)
+            is_optimizer = isinstance(owner, torch.optim.Optimizer)
+            elsewhere = set() if is_module or is_optimizer else owner.state_dict().keys()
+            fields[name] = {
+                key: value
+                for key, value in fields_of(owner).items()
+                if key not in self._excluded
+                and key not in elsewhere
+                # Flags of a library's optimizer tell what it has set up in this process.
+                and not (is_optimizer and isinstance(value, bool))
+                and not (is_of_library(owner) and _is_computed(value))
+            }
+        return fields
+
+    def _is_lost(self, path: Path) -> bool:
+        """Returns whether a value that can't be saved is one of a user who doesn't save it."""
+        owners = self._owners()
+        if isinstance(owners[path[0]], torch.optim.Optimizer) or is_of_library(owners[path[0]]):
+            return False
+        names = path[0].split(".")
+        parents = [owners.get(".".join(names[:length])) for length in range(len(names) + 1)]
+        return not any(map(_has_extra_state, parents))
 
 
-def _default(values: Dict[Any, Any]) -> Any:
-    factory = getattr(values, "default_factory", None)
-    return None if factory is None else factory()
+class _Changes:
+    """
+    The part of states that has changed, with copies of its tensors.
+
+    # Parameters
+
+    states : `Dict[str, Dict[str, Any]]`, required.
+        Of an `Encoding`.
+    before : `Dict[str, Any]`, required.
+        The fingerprints of the earlier states.
+    keeps_objects : `bool`, optional (default = `False`)
+        Whether the objects of these states exist where they are loaded.
+
+    # Attributes
+
+    states : `Dict[str, Dict[str, Any]]`
+    lost : `List[Path]`
+        What has changed and isn't saved.
+    """
+
+    def __init__(
+        self, states: Dict[str, State], before: Dict[str, Any], keeps_objects: bool = False
+    ) -> None:
+        self.states: Dict[str, State] = {}
+        self.lost: List[Path] = []
+        self._keeps_objects = keeps_objects
+        for name, state in states.items():
+            of_owner = before.get(name, {})
+            changed = {
+                key: self._changed(node, of_owner.get(key), (name, key), keeps_objects)
+                for key, node in state.items()
+            }
+            changed = {key: node for key, node in changed.items() if node is not None}
+            if changed:
+                self.states[name] = changed
+
+    def _changed(
+        self, node: Optional[Node], before: Any, path: Path, exists: bool
+    ) -> Optional[Node]:
+        """
+        Returns the changed part. `exists` is whether loading has an object of the same class, even
+        if `before` has none.
+        """
+        if node is None or fingerprint(node) == before:
+            return None
+        ((kind, items),) = node.items()
+        base, _, class_name = kind.removeprefix("plain ").partition(" ")
+        was_of_this_kind = isinstance(before, tuple) and before[0] == kind
+        is_constructed = not class_name or class_name in _CONSTRUCTED
+        if isinstance(items, Opaque) or not (was_of_this_kind or exists or is_constructed):
+            self.lost.append(path)
+            return None
+        if kind.startswith("plain ") or base not in _WITH_ITEMS:
+            return _copied(node)
+        before_items = before[1] if was_of_this_kind else {}
+        # A missing item is constructed by the dictionary's factory.
+        exists = self._keeps_objects or class_name == "defaultdict"
+        changed = {
+            key: self._changed(
+                item, before_items.get(key), path if base == "buffer" else (*path, key), exists
+            )
+            for key, item in items.items()
+        }
+        if base == "object":
+            changed = {key: item for key, item in changed.items() if item is not None}
+        if was_of_this_kind and not any(item is not None for item in changed.values()):
+            if base == "object" or list(changed) == list(before_items):
+                return None
+        return {kind: changed}
+
+
+class _Loading:
+    """
+    Loads states into owners. Objects and tensors that fit are filled in place, so that whatever
+    else refers to them has the same state.
+
+    # Parameters
+
+    owners : `Dict[str, Any]`, required.
+    encoding : `Encoding`, required.
+        Of the owners as they are.
+    states : `Dict[str, Dict[str, Any]]`, required.
+    originals : `Optional[Dict[Path, Any]]`, optional (default = `None`)
+        The objects of these states, if they still exist.
+    """
+
+    def __init__(
+        self,
+        owners: Dict[str, Any],
+        encoding: Encoding,
+        states: Dict[str, State],
+        originals: Optional[Dict[Path, Any]] = None,
+    ) -> None:
+        self._owners = owners
+        self._encoding = encoding
+        self._states = states
+        self._originals = originals
+        self._loaded: Dict[Path, Any] = {}
+        self._has_references = False
+        self.lost: List[Path] = []
+
+    def load(self) -> None:
+        self._load_all()
+        if self._has_references:
+            # What they refer to may have been loaded after them.
+            self.lost.clear()
+            self._load_all()
+
+    def _load_all(self) -> None:
+        for name, state in self._states.items():
+            owner = self._owners.get(name)
+            if owner is None:
+                continue
+            for key, node in state.items():
+                value = self._decode(node, getattr(owner, key, None), (name, key))
+                if node is not None and "buffer" in node:  # which `forward` may register
+                    owner.register_buffer(key, value, persistent=False)
+                else:
+                    setattr(owner, key, value)
+
+    def _decode(self, node: Optional[Node], current: Any, path: Path) -> Any:
+        if node is None:
+            return current
+        ((kind, items),) = node.items()
+        if kind in ("buffer", "persistent"):
+            return self._decode(items[0], current, path)
+        kind = _FORMER_KINDS.get(kind, kind)
+        if self._originals is not None:
+            current = self._originals.get(path, current)
+        current = self._loaded.get(path, current)
+        value = self._decode_value(kind, items, current, path)
+        if kind not in ("same", "view"):
+            self._loaded[path] = value
+        return value
+
+    def _decode_value(self, kind: str, items: Any, current: Any, path: Path) -> Any:
+        if kind in ("same", "view"):
+            return self._refer(kind, items, current, path)
+        if kind in ("value", "device_value"):
+            return self._decode_plain(kind, items, current, path)
+        is_plain = kind.startswith("plain ")
+        base, _, class_name = kind.removeprefix("plain ").partition(" ")
+        if class_name and type(current).__qualname__ != class_name:
+            if class_name not in _CONSTRUCTED:
+                self.lost.append(path)
+                return current
+            current = _CONSTRUCTED[class_name]()
+        is_owned = path in self._loaded or self._encoding.owns(path, current)
+        if base in ("object", "generator", "state_dict") and not is_owned:
+            self.lost.append(path)  # it would change the object of another path
+            return current
+        if base == "enum":
+            return type(current)[items]
+        if base == "generator":
+            _set_generator(current, items)
+            return current
+        if base == "state_dict":
+            if path not in self._loaded:
+                current.load_state_dict(self._decode(items[0], None, (*path, "state_dict")))
+            return current
+        if base == "object":
+            return self._decode_object(items, current, path)
+        if is_plain:
+            values = copy.copy(items)
+        elif base == "dict":
+            values = self._decode_dict(items, current, path)
+        else:
+            values = self._decode_list(items, current, path)
+        return _filled(base, current, values, in_place=is_owned)
+
+    def _refer(self, kind: str, reference: Any, current: Any, path: Path) -> Any:
+        if self._originals is not None:
+            return current
+        self._has_references = True
+        target = self._find(reference if kind == "same" else reference[0])
+        return target if kind == "same" else _view(target, *reference[1:], current)
+
+    def _find(self, path: Path) -> Any:
+        for length in range(len(path), 0, -1):
+            if path[:length] in self._loaded:
+                value = self._loaded[path[:length]]
+                break
+        else:
+            value, length = self._owners[path[0]], 1
+        for key in path[length:]:
+            is_item = isinstance(value, (list, tuple, deque, dict))
+            value = value[key] if is_item else getattr(value, key)
+        return value
+
+    def _decode_plain(self, kind: str, saved: Any, current: Any, path: Path) -> Any:
+        if isinstance(saved, (torch.Tensor, np.ndarray)):
+            if path in self._loaded:
+                return current
+            if _fits(saved, current) and self._encoding.owns(path, current):
+                _write(current, saved)
+                return current
+        if not isinstance(saved, torch.Tensor):
+            return copy.copy(saved)
+        if kind == "device_value":
+            return saved.to(get_accelerator().current_device_name(), copy=True)
+        device = current.device if isinstance(current, torch.Tensor) else saved.device
+        return saved.to(device, copy=True)
+
+    def _decode_object(self, fields: State, current: Any, path: Path) -> Any:
+        if not hasattr(current, "__dict__") and not hasattr(type(current), "__slots__"):
+            self.lost.append(path)
+            return current
+        for name, node in fields.items():
+            value = self._decode(node, getattr(current, name, None), (*path, name))
+            object.__setattr__(current, name, value)
+        return current
+
+    def _decode_dict(self, items: Dict[Any, Any], current: Any, path: Path) -> Dict[Any, Any]:
+        previous = current if isinstance(current, dict) else {}
+        make: Callable[[], Any] = getattr(current, "default_factory", None) or (lambda: None)
+        return {
+            key: self._decode(node, previous[key] if key in previous else make(), (*path, key))
+            for key, node in items.items()
+            if node is not None or key in previous
+        }
+
+    def _decode_list(self, items: Dict[int, Any], current: Any, path: Path) -> List[Any]:
+        previous = list(current) if isinstance(current, (list, tuple, deque)) else []
+        if any(node is None and key >= len(previous) for key, node in items.items()):
+            self.lost.append(path)
+            return previous
+        previous += [None] * (len(items) - len(previous))
+        return [self._decode(node, previous[key], (*path, key)) for key, node in items.items()]
+
+
+def _is_computed(value: Any) -> bool:
+    """Returns whether a value belongs to a graph, as the weights that weight normalization sets."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _describe(path: Path) -> str:
+    owner, name, *keys = path
+    where = f"'{owner}.{name}" if owner else f"'{name}"
+    below = [f".{key}" if str(key).isidentifier() else f"[{key!r}]" for key in keys]
+    return "".join((where, *below, "'"))
+
+
+def _fits(saved: Any, current: Any) -> bool:
+    if isinstance(saved, np.ndarray):
+        is_array = isinstance(current, np.ndarray) and current.flags.writeable
+        return is_array and (current.shape, current.dtype) == (saved.shape, saved.dtype)
+    return (
+        isinstance(current, torch.Tensor)
+        and not current.is_inference()
+        and current.layout == saved.layout == torch.strided
+        and (current.shape, current.dtype) == (saved.shape, saved.dtype)
+    )
+
+
+@torch.no_grad()
+def _write(current: Any, saved: Any) -> None:
+    if isinstance(current, np.ndarray):
+        np.copyto(current, saved)
+        return
+    # Elements that `expand` repeats can't be written to.
+    for dim, stride in enumerate(current.stride()):
+        if stride == 0 and current.shape[dim] > 1:
+            current, saved = current.narrow(dim, 0, 1), saved.narrow(dim, 0, 1)
+    current.copy_(saved)
+
+
+def _view(owner: Any, dtype: str, offset: int, shape: Any, stride: Any, current: Any) -> Any:
+    tensor = torch.from_numpy(owner) if isinstance(owner, np.ndarray) else owner.detach()
+    view = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=tensor.device)
+    start = tensor.storage_offset() * tensor.element_size() // view.element_size()
+    view.set_(tensor.untyped_storage(), start + offset, shape, stride)
+    return view.numpy() if isinstance(current, np.ndarray) else view
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    else:
+        generator.setstate(state)
+
+
+def _filled(base: str, current: Any, values: Any, in_place: bool) -> Any:
+    """Returns a container with these values: the current one, if it may be changed."""
+    if base == "tuple":
+        return type(current)._make(values) if hasattr(current, "_make") else tuple(values)
+    if base == "frozenset":
+        return frozenset(values)
+    kind = {"list": list, "dict": dict, "set": set, "deque": deque}[base]
+    if not isinstance(current, kind):
+        return kind(values)
+    container = current if in_place else copy.copy(current)  # with its factory or length
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(values)
+    return container
+
+
+def _copied(node: Optional[Node]) -> Optional[Node]:
+    if node is None:
+        return None
+    ((kind, items),) = node.items()
+    if isinstance(items, torch.Tensor):
+        return {kind: items.clone()}
+    if kind.startswith("plain "):
+        # Without a class that couldn't be loaded safely.
+        kinds = {"dict": dict, "set": set}
+        return {kind: kinds.get(kind.split()[1], list)(items)}
+    if kind in ("persistent", "dict", "list", "tuple") or kind.startswith("state_dict"):
+        return {kind: {key: _copied(item) for key, item in items.items()}}
+    return {kind: copy.deepcopy(items)}
+
+
+def _has_extra_state(owner: Any) -> bool:
+    own = getattr(type(owner), "get_extra_state", None)
+    return own not in (None, torch.nn.Module.get_extra_state)

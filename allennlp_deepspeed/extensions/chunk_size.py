@@ -11,12 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from allennlp_deepspeed.checkpoint.attribute_states import (
-    attribute_states,
-    changed_states,
-    fingerprints,
-    load_attribute_states,
-)
+from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.parameters.shards import Shards
@@ -110,15 +105,14 @@ def find_chunk_size(
 @contextmanager
 def _restore_state(model: torch.nn.Module) -> Iterator[None]:
     """
-    Context manager that restores metrics, buffers, random states and the `get_extra_state` of
-    modules after forward passes.
+    Context manager that restores metrics, buffers, attributes, random states and the
+    `get_extra_state` of modules after forward passes.
     """
-    states, random = attribute_states(model), random_states()
+    random = random_states()
     buffers = [
-        (module, name, buffer, buffer.clone())
+        (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
     ]
     user_states = [
         (module, copy.deepcopy(module.get_extra_state()))
@@ -126,14 +120,17 @@ def _restore_state(model: torch.nn.Module) -> Iterator[None]:
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state
     ]
     try:
-        yield
+        with AttributeStates(model).restored():
+            yield
     finally:
+        for module in model.modules():
+            for name in module._buffers.keys() - {n for m, n, *_ in buffers if m is module}:
+                delattr(module, name)
         for module, name, buffer, value in buffers:
             # An expanded buffer can't be written to.
-            if not torch.equal(buffer, value):
+            if buffer is not None and not torch.equal(buffer, value):
                 buffer.copy_(value)
             module._buffers[name] = buffer
-        load_attribute_states(model, changed_states(states, fingerprints(attribute_states(model))))
         for module, extra_state in user_states:
             module.set_extra_state(extra_state)
         set_random_states(random)

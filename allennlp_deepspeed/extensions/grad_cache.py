@@ -11,7 +11,8 @@ from allennlp.models import Model
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from allennlp_deepspeed.checkpoint.attribute_states import attribute_states, fingerprints
+from allennlp_deepspeed.checkpoint.attribute_encoding import fingerprint
+from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
 from allennlp_deepspeed.config.structured_keys import AUTO, GradCacheSettings
 from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
@@ -404,14 +405,14 @@ def _without_graph(outputs: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
 
 
 def _attributes(model: torch.nn.Module) -> Dict[str, Any]:
-    """Returns fingerprints of the buffers and attributes of a model by name."""
-    states = attribute_states(model)
-    states[""] = {**states.get("", {}), **{n: {"value": b} for n, b in model.named_buffers()}}
-    return {
+    """Returns fingerprints of the attributes and buffers of a model by name."""
+    attributes = {
         f"{module}.{name}".lstrip("."): value
-        for module, state in fingerprints(states).items()
-        for name, value in state.items()
+        for module, values in AttributeStates(model).fingerprints().items()
+        for name, value in values.items()
     }
+    buffers = {name: fingerprint({"value": value}) for name, value in model.named_buffers()}
+    return {**attributes, **buffers}
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,7 @@ from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.checkpoint.attribute_states import (
-    attribute_states,
-    changed_states,
-    fingerprints,
-    load_attribute_states,
-)
+from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
 from allennlp_deepspeed.engine.process.random_states import (
     find_unrestorable_dropout,
     random_states,
@@ -64,7 +59,7 @@ class ResumeState:
         self._epoch_starts: List[Dict[str, Any]] = []
         # The training metrics of each epoch.
         self._metrics: List[Dict[str, Any]] = []
-        self._initial_fingerprints: Optional[Dict[str, Any]] = None
+        self._attributes = AttributeStates(model)
         # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
         self._is_validating = False
@@ -78,8 +73,7 @@ class ResumeState:
         Records the state of modules. Must be called after callbacks have prepared the model, and
         before training.
         """
-        if self._initial_fingerprints is None:
-            self._initial_fingerprints = fingerprints(attribute_states(self._model))
+        self._attributes.start()
 
     def start_epoch(self) -> None:
         """
@@ -128,7 +122,7 @@ class ResumeState:
                 "run: on GPUs cuDNN holds its random state, which can't be saved.",
                 ", ".join(modules),
             )
-        load_attribute_states(self._model, state["modules"])
+        self._attributes.load_state_dict(state["modules"])
         self._progress.finish_fast_forward()
         announce(logger, "Resumed training %s", self._progress.describe_resume_point())
         if state["running_loss"] is not None:
@@ -167,7 +161,7 @@ class ResumeState:
         if self.saves_during_validation:
             self._before_validation = {
                 "random_states": random_states(),
-                "modules": self._attribute_states(),
+                "modules": self._attributes.state_dict(),
                 "train_metrics": metrics,
                 **copy.deepcopy(self._callback_states()),
             }
@@ -193,15 +187,12 @@ class ResumeState:
             "running_loss": self._running_loss.state_dict() if steps > 0 else None,
             "steps_of_running_loss": steps,
             "random_states": random_states(),
-            "modules": self._attribute_states(),
+            "modules": self._attributes.state_dict(),
             **self._callback_states(),
         }
         if self._is_validating and self._before_validation is not None:
             state.update(self._before_validation)
         return state
-
-    def _attribute_states(self) -> Dict[str, Any]:
-        return changed_states(attribute_states(self._model), self._initial_fingerprints or {})
 
     def _callback_states(self) -> Dict[str, Any]:
         own = self._own_callbacks()

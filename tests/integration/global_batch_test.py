@@ -5,6 +5,7 @@ however many micro-batches and workers share it.
 
 import copy
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
@@ -384,6 +385,35 @@ def test_an_instance_that_is_repeated_is_the_one_before_the_model_has_changed_it
     side = in_micro_batches(Shifting(), 2, num_epochs=1)
     _, (first, second, repeated) = with_memory(1, lambda: side.on_all_ranks(given))
     assert repeated == first != second
+
+
+class Remembering(MeanOverTokens):
+    """Reads by one name what it writes by another, and has state of Python's types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4))
+        self.alias, self.part = self.sums, self.sums[1:]
+        self.counts, self.generator = {"steps": 0.0}, random.Random(0)
+        self.seen: List[float] = []
+        self.output.seen = self.seen
+
+    def forward(self, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        if not hasattr(self, "first"):
+            self.register_buffer("first", kwargs["words"].float().mean(), persistent=False)
+        self.sums.add_(self.output.weight.detach()[0])
+        self.counts["steps"] += self.generator.random()
+        self.seen.append(float(self.sums[0]))
+        outputs = super().forward(*args, **kwargs)
+        state = self.alias.sum() + self.part.sum() + sum(self.counts.values()) + self.first
+        return {**outputs, "loss": outputs["loss"] * (state + sum(self.output.seen))}
+
+
+def test_the_search_leaves_no_trace_in_attributes_and_what_shares_them() -> None:
+    model = Remembering()
+    side = in_one_process(model, global_batches(), num_epochs=2)
+    expected = Side(lambda: copy.deepcopy(model), shares(1))
+    assert_same_weights(side.train(), expected.train())
 
 
 class GoesBackward(TrainerCallback):
