@@ -1,5 +1,5 @@
 """
-Encodes what attributes refer to as plain data, with references where they share an object or memory.
+Encodes the values of attributes as plain data, with references to shared objects and memory.
 """
 
 import argparse
@@ -204,14 +204,13 @@ class Encoding:
     def _encode_container(self, value: Any, path: Path) -> Node:
         kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         base = kind.__name__ if type(value) is kind else f"{kind.__name__} {_name(value)}"
-        is_plain_set = kind in (set, frozenset) and all(map(is_plain, value))
         if kind is dict:
-            if not all(map(is_plain, value)):
+            if not _are_plain(value):
                 return {"opaque": Opaque((type(value), len(value)))}
-            if len(value) > _MAX_KEYS and all(map(is_plain, value.values())):
+            if len(value) > _MAX_KEYS and _are_plain(value.values()):
                 return {f"plain {base}": value}
             return {base: self._encode_items(list(value.items()), path)}
-        if is_plain_set or (kind in (list, deque) and all(map(is_plain, value))):
+        if kind is not tuple and _are_plain(value):
             return {f"plain {base}": value}
         if kind in (set, frozenset):
             return {"opaque": Opaque(frozenset(map(id, value)))}
@@ -240,9 +239,10 @@ class Encoding:
             if value.dtype.hasobject:
                 return {"opaque": Opaque(value)}
             node = {"value": value}
-            if value.dtype.isnative and value.dtype.kind in "biufc" and value.flags.writeable:
-                if min(value.strides, default=0) >= 0:
-                    self._add_span(torch.from_numpy(value), path, node)
+            is_number = value.dtype.isnative and value.dtype.kind in "biufc"
+            # PyTorch can't refer to others.
+            if is_number and value.flags.writeable and min(value.strides, default=0) >= 0:
+                self._add_span(torch.from_numpy(value), path, node)
             return node
         kind = "value" if value.device.type == "cpu" else "device_value"
         node = {kind: value.detach()}
@@ -293,6 +293,10 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or is_number
 
 
+def _are_plain(values: Iterable[Any]) -> bool:
+    return _PLAIN.issuperset(map(type, values)) or all(map(is_plain, values))
+
+
 def is_of_library(value: Any) -> bool:
     """Returns whether the class of a value is one of a library that keeps its state itself."""
     return type(value).__module__.partition(".")[0] in _LIBRARIES
@@ -305,14 +309,13 @@ def fields_of(value: Any) -> Dict[str, Any]:
     fields.update(getattr(value, "__dict__", {}))
     if not isinstance(value, torch.nn.Module):
         return fields
-    fields = {
+    return {
         name: field
         for name, field in fields.items()
         if name not in _NOT_OURS
         and name not in _OF_PROCESS
         and not name.startswith(_DEEPSPEED_PREFIXES)
     }
-    return fields
 
 
 def _fields_with_tensors(module: torch.nn.Module) -> Dict[str, Any]:

@@ -20,7 +20,6 @@ from allennlp_deepspeed.checkpoint.attribute_encoding import (
     State,
     fields_of,
     fingerprint,
-    generator_state,
     is_of_library,
 )
 from allennlp_deepspeed.deepspeed_api import get_accelerator
@@ -29,8 +28,10 @@ logger = logging.getLogger(__name__)
 
 # Containers of the standard library that are constructed from a checkpoint.
 _CONSTRUCTED = {"Counter": Counter, "OrderedDict": OrderedDict}
+# A message has no more names.
+_MAX_NAMES = 10
 # How earlier versions named these kinds.
-_FORMER_KINDS = {"metric": "object", "some": "dict", "set": "plain set"}
+_FORMER_KINDS = {"metric": "object", "set": "plain set"}
 
 
 _WITH_ITEMS = ("object", "dict", "list", "deque", "tuple", "buffer")
@@ -90,7 +91,7 @@ class AttributeStates:
                 "it is as constructed. If training depends on it, write `get_extra_state` and "
                 "`set_extra_state` in its module, or `state_dict` and `load_state_dict` in its "
                 "class.",
-                ", ".join(map(_describe, lost)),
+                _describe(lost),
             )
         return changes.states
 
@@ -101,7 +102,7 @@ class AttributeStates:
             logger.warning(
                 "The state of %s in the checkpoint is lost, because the constructor makes no such "
                 "object.",
-                ", ".join(map(_describe, loading.lost)),
+                _describe(loading.lost),
             )
 
     @contextmanager
@@ -204,8 +205,9 @@ class _Changes:
         ((kind, items),) = node.items()
         base, _, class_name = kind.removeprefix("plain ").partition(" ")
         was_of_this_kind = isinstance(before, tuple) and before[0] == kind
+        exists = exists or was_of_this_kind or (isinstance(before, tuple) and before[0] == "same")
         is_constructed = not class_name or class_name in _CONSTRUCTED
-        if isinstance(items, Opaque) or not (was_of_this_kind or exists or is_constructed):
+        if isinstance(items, Opaque) or not (exists or is_constructed):
             self.lost.append(path)
             return None
         if kind.startswith("plain ") or base not in _WITH_ITEMS:
@@ -221,9 +223,9 @@ class _Changes:
         }
         if base == "object":
             changed = {key: item for key, item in changed.items() if item is not None}
-        if was_of_this_kind and not any(item is not None for item in changed.values()):
-            if base == "object" or list(changed) == list(before_items):
-                return None
+        has_same_items = base == "object" or list(changed) == list(before_items)
+        if was_of_this_kind and has_same_items and all(n is None for n in changed.values()):
+            return None
         return {kind: changed}
 
 
@@ -286,14 +288,12 @@ class _Loading:
         if self._originals is not None:
             current = self._originals.get(path, current)
         current = self._loaded.get(path, current)
-        value = self._decode_value(kind, items, current, path)
-        if kind not in ("same", "view"):
-            self._loaded[path] = value
-        return value
+        if kind in ("same", "view"):
+            return self._refer(kind, items, current)
+        self._loaded[path] = self._decode_value(kind, items, current, path)
+        return self._loaded[path]
 
     def _decode_value(self, kind: str, items: Any, current: Any, path: Path) -> Any:
-        if kind in ("same", "view"):
-            return self._refer(kind, items, current, path)
         if kind in ("value", "device_value"):
             return self._decode_plain(kind, items, current, path)
         is_plain = kind.startswith("plain ")
@@ -304,11 +304,17 @@ class _Loading:
                 return current
             current = _CONSTRUCTED[class_name]()
         is_owned = path in self._loaded or self._encoding.owns(path, current)
-        if base in ("object", "generator", "state_dict") and not is_owned:
-            self.lost.append(path)  # it would change the object of another path
+        if base == "object" and not is_owned:
+            current = copy.copy(current)  # which another path keeps
+        elif base in ("generator", "state_dict") and not is_owned:
+            self.lost.append(path)
             return current
         if base == "enum":
             return type(current)[items]
+        if base == "some":  # in a checkpoint of an earlier version
+            for key, node in items.items():
+                self._decode(node, current[key], (*path, key))
+            return current
         if base == "generator":
             _set_generator(current, items)
             return current
@@ -326,7 +332,7 @@ class _Loading:
             values = self._decode_list(items, current, path)
         return _filled(base, current, values, in_place=is_owned)
 
-    def _refer(self, kind: str, reference: Any, current: Any, path: Path) -> Any:
+    def _refer(self, kind: str, reference: Any, current: Any) -> Any:
         if self._originals is not None:
             return current
         self._has_references = True
@@ -391,11 +397,14 @@ def _is_computed(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-def _describe(path: Path) -> str:
-    owner, name, *keys = path
-    where = f"'{owner}.{name}" if owner else f"'{name}"
-    below = [f".{key}" if str(key).isidentifier() else f"[{key!r}]" for key in keys]
-    return "".join((where, *below, "'"))
+def _describe(paths: List[Path]) -> str:
+    names = []
+    for owner, name, *keys in paths[:_MAX_NAMES]:
+        where = f"{owner}.{name}" if owner else name
+        below = [f".{key}" if str(key).isidentifier() else f"[{key!r}]" for key in keys]
+        names.append("".join(("'", where, *below, "'")))
+    num_others = len(paths) - len(names)
+    return ", ".join(names) + (f" and {num_others} others" if num_others else "")
 
 
 def _fits(saved: Any, current: Any) -> bool:
@@ -435,9 +444,7 @@ def _set_generator(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.BitGenerator):
         generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, torch.Generator):
+    elif isinstance(generator, (np.random.RandomState, torch.Generator)):
         generator.set_state(state)
     else:
         generator.setstate(state)

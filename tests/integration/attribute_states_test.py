@@ -315,7 +315,7 @@ class Annealer:
 
 
 class OfPython(Model):
-    """The loss depends on state of Python's types, and on own generators, other ones on each rank."""
+    """The loss depends on state of Python's types, and on generators of its own, for each rank."""
 
     def __init__(self) -> None:
         super().__init__(Vocabulary())
