@@ -151,8 +151,14 @@ def draw(model: Siamese, text: Any) -> torch.Tensor:
     return torch.randint(9, text["ids"].shape, generator=model.generator)
 
 
+def add_through_data(model: Siamese, text: Any) -> torch.Tensor:
+    text["ids"].data.add_(1)
+    return text["ids"]
+
+
 @pytest.mark.parametrize(
-    "prepare, named", [(count, "num_texts"), (average, "mean"), (draw, "'first'")]
+    "prepare, named",
+    [(count, "num_texts"), (average, "mean"), (draw, "generator"), (add_through_data, "'first'")],
 )
 def test_an_encoder_that_would_do_otherwise_a_second_time_is_refused(prepare: Any, named: str):
     for message in siamese(prepare, 2, chunk_size=2).on_all_ranks(error_of_training):
