@@ -293,15 +293,30 @@ def gradients_for_reduction(engine: DeepSpeedEngine) -> List[torch.Tensor]:
 # ZeRO stage 3 around modules.
 
 
+def is_in_forward_pass(model: torch.nn.Module) -> bool:
+    """Returns whether an engine at stage 3 is in a forward pass of the model."""
+    return getattr(model._parameters, "_in_forward", False)  # plain dictionaries at other stages
+
+
 def end_forward_pass(model: torch.nn.Module) -> None:
     """
     Marks a forward pass that has raised as ended, so that parameters read from a module aren't
     gathered.
     """
-    if getattr(model._parameters, "_in_forward", False):  # plain dictionaries at other stages
+    if is_in_forward_pass(model):
         for module in model.modules():
             if isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
                 module._parameters._in_forward = False
+
+
+def gather_stream(offload: Any) -> Any:
+    """Returns the stream in which stage 3 gathers parameters before a module is called."""
+    return _read(offload, "_DeepSpeedZeRoOffload__allgather_stream")
+
+
+def partition_function() -> Callable[..., None]:
+    """Returns the function by which stage 3 shards parameters, also after a change."""
+    return _read(zero.Init, "_partition")
 
 
 def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
@@ -312,7 +327,7 @@ def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
         prefetch_bucket_sz=_read(offload, "_prefetch_bucket_sz"),
         max_reuse_distance_in_numel=_read(offload, "_max_reuse_distance_in_numel"),
         max_available_parameters_in_numel=_read(offload, "_max_available_parameters_in_numel"),
-        allgather_stream=_read(offload, f"{prefix}allgather_stream"),
+        allgather_stream=gather_stream(offload),
         inflight_param_registry=_read(offload, f"{prefix}inflight_param_registry"),
         prefetch_nvme=_read(coordinator, "_PartitionedParameterCoordinator__prefetch_nvme"),
         timers=offload.timers,

@@ -1,11 +1,15 @@
 """Faults of DeepSpeed's that are there at ZeRO stage 3."""
 
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, List
+from unittest import mock
 
 import torch
 from deepspeed import checkpointing
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, pipelined_optimizer_swapper
 from deepspeed.runtime.zero import linear as zero_linear
 from deepspeed.runtime.zero import parameter_offload
@@ -94,6 +98,35 @@ def test_parameters_become_tensors_of_inference_mode() -> bool:
     with torch.inference_mode():
         engine(torch.ones(1, 2))
     return model[0].weight.is_inference()
+
+
+@worked_around_by("engine.zero3.gather_order.gather_after_writes")
+def test_gathers_do_not_wait_for_the_step() -> bool:
+    class AcceleratorWithStreams(CPU_Accelerator):
+        Stream = Event = mock.MagicMock
+        default, synchronize = mock.MagicMock(), mock.MagicMock()
+        is_synchronized_device = lambda self: False  # noqa: E731
+        current_stream = default_stream = lambda self, index=None: self.default
+        stream = lambda self, stream: nullcontext()  # noqa: E731
+
+    before, accelerator = get_accelerator(), AcceleratorWithStreams()
+    set_accelerator(accelerator)
+    try:
+        with mock.patch.object(torch.Tensor, "record_stream"):
+            zero = {"stage3_param_persistence_threshold": 0}
+            timers = {"throughput": {"enabled": False}}
+            engine = engine_of(nn.Sequential(linear()), 3, zero=zero, timers=timers)
+            train(engine)
+            gathers: Any = (
+                engine.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+            )
+            gathers.reset_mock()
+            accelerator.synchronize.reset_mock()
+            engine(torch.ones(1, 1))
+    finally:
+        set_accelerator(before)
+    assert gathers is not accelerator.default and accelerator.default.wait_stream.called
+    return not gathers.wait_stream.called and not accelerator.synchronize.called
 
 
 @worked_around_by("engine.zero3.module_hooks.support_repeated_leaf_calls")

@@ -36,7 +36,12 @@ from allennlp_deepspeed.engine.process.process_environment import (
     device_index,
     process_environment,
 )
-from allennlp_deepspeed.engine.zero3 import leaf_modules, module_calls, module_hooks
+from allennlp_deepspeed.engine.zero3 import (
+    gather_order,
+    leaf_modules,
+    module_calls,
+    module_hooks,
+)
 from allennlp_deepspeed.engine.zero3.nested_autograd import refuse_inner_gradients
 from allennlp_deepspeed.engine.zero3.regularization import (
     PartitionedRegularizer,
@@ -379,6 +384,11 @@ FEATURES: Tuple[Feature, ...] = (
     Feature("inner gradients", lambda s: refuse_inner_gradients(s.model), _at_stage_3),
     Feature(
         "inference mode", lambda s: module_hooks.support_inference_mode(s.initialized), _at_stage_3
+    ),
+    Feature(
+        "gathers after writes",
+        lambda s: gather_order.gather_after_writes(s.initialized),
+        _with_ranks_at_stage_3,
     ),
     Feature(
         "repeated calls of leaf modules",

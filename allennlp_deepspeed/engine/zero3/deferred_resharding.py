@@ -7,6 +7,7 @@ import torch
 
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, GatheredParameters
 from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.engine.zero3.gather_order import wait_for_writes
 
 
 class _Deferral:
@@ -102,6 +103,7 @@ def gathered(engine: DeepSpeedEngine) -> Iterator[None]:
     ):
         # One without a recorded order prefetches nothing.
         coordinator = internals.new_coordinator(offload)
+        wait_for_writes()
         users = [set(internals.active_modules(parameter)) for parameter in parameters]
         for module in engine.module.modules():
             if "ds_id" in vars(module):  # those in a leaf module have none

@@ -15,6 +15,7 @@ from allennlp_deepspeed.engine.parameters.released_parameters import (
     track_released_parameters,
 )
 from allennlp_deepspeed.engine.process.process_environment import SharedContext
+from allennlp_deepspeed.engine.zero3.gather_order import wait_after_changes
 
 
 @contextmanager
@@ -214,6 +215,7 @@ def _set_up_environment() -> Iterator[None]:
         skip_linear_function_without_graph(),
         keep_external_parameters(),
         track_released_parameters(),
+        wait_after_changes(),
     ):
         yield
 
