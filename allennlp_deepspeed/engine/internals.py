@@ -293,20 +293,23 @@ def gradients_for_reduction(engine: DeepSpeedEngine) -> List[torch.Tensor]:
 # ZeRO stage 3 around modules.
 
 
-def is_in_forward_pass(model: torch.nn.Module) -> bool:
-    """Returns whether an engine at stage 3 is in a forward pass of the model."""
-    return getattr(model._parameters, "_in_forward", False)  # plain dictionaries at other stages
-
-
 def end_forward_pass(model: torch.nn.Module) -> None:
     """
     Marks a forward pass that has raised as ended, so that parameters read from a module aren't
     gathered.
     """
-    if is_in_forward_pass(model):
+    if getattr(model._parameters, "_in_forward", False):  # plain dictionaries at other stages
         for module in model.modules():
             if isinstance(module._parameters, parameter_offload.ZeROOrderedDict):
                 module._parameters._in_forward = False
+
+
+def num_modules_in_forward() -> int:
+    """
+    Returns the number of modules of engines at stage 3 whose forward pass has begun and not ended,
+    which it doesn't after an error, and one for each engine.
+    """
+    return len(_read(parameter_offload, "FWD_MODULE_STACK"))
 
 
 def gather_stream(offload: Any) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from allennlp.models.model import Model
 
 from allennlp_deepspeed.config.deepspeed_config import ResolvedConfig
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_accelerator
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.lifecycle import (
     activation_checkpointing,
@@ -321,6 +321,10 @@ def _with_ranks_at_stage_3(setup: Setup) -> bool:
     return setup.stage == 3 and not setup.is_alone
 
 
+def _with_gather_stream(setup: Setup) -> bool:
+    return _with_ranks_at_stage_3(setup) and not get_accelerator().resolves_data_dependency()
+
+
 def _with_shards(setup: Setup) -> bool:
     return setup.stage > 0
 
@@ -388,7 +392,7 @@ FEATURES: Tuple[Feature, ...] = (
     Feature(
         "gathers after writes",
         lambda s: gather_order.gather_after_writes(s.initialized),
-        _with_ranks_at_stage_3,
+        _with_gather_stream,
     ),
     Feature(
         "repeated calls of leaf modules",

@@ -33,7 +33,7 @@ def gather_after_writes(engine: DeepSpeedEngine) -> Iterator[None]:
     # Parameters
 
     engine : `DeepSpeedEngine`, required.
-        An engine at stage 3.
+        An engine at stage 3, on a device with streams.
 
     Works around DeepSpeed 0.19.8: the stream in which stage 3 gathers parameters doesn't wait for
     the stream in which the optimizer step, or `GatheredParameters` with a `modifier_rank`, has
@@ -41,17 +41,15 @@ def gather_after_writes(engine: DeepSpeedEngine) -> Iterator[None]:
     half-written weights. DeepSpeed's throughput timer hides this, because it synchronizes the host
     in each pass. Gone when the stream waits without the timer.
     """
-    if get_accelerator().resolves_data_dependency():  # it has no streams
-        yield
-        return
     offload: Any = engine.optimizer.parameter_offload
     stream = internals.gather_stream(offload)
     start_module = offload.pre_sub_module_forward_function
+    num_outside = internals.num_modules_in_forward()
 
     def wait_and_start(module: torch.nn.Module) -> None:
         # A callback may call another module than the model. A backward pass, which may recompute
         # modules, has waited in its forward pass.
-        is_first = module is engine.module or not internals.is_in_forward_pass(engine.module)
+        is_first = module is engine.module or internals.num_modules_in_forward() <= num_outside
         if is_first and torch._C._current_graph_task_id() == -1:
             wait_for_writes()
         start_module(module)
