@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Dict, Iterator, List, Optional
 
 import psutil
@@ -17,13 +17,21 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from allennlp_deepspeed.commands.memory_estimate import Estimate, Estimator, PlacementEstimate
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
+    CUDA_CONTEXT,
+    NCCL_COMMUNICATOR,
+    Bytes,
+)
 from allennlp_deepspeed.launch import error_messages
 
-_WIDTH = 130  # characters, if the output isn't a terminal
+_WIDTH = 140  # characters, if the output isn't a terminal
+_KINDS = {"weights", "gradients", "optimizer", "buffers"}
 
 _NOTE = (
-    "Only model states and DeepSpeed's buffers are counted. Leave room for activations, the "
-    "model's own buffers, temporary tensors, the CUDA context and fragmentation. At stages 1 to 3 "
+    "Model states, DeepSpeed's buffers, moving averages, copies for 'async_save' and parameters "
+    "that are gathered to save them are counted, and for each GPU {context} for the CUDA context "
+    "and, with several workers, {communicator} for NCCL's buffers. Leave room for activations, the "
+    "model's own buffers, temporary tensors and fragmentation. At stages 1 to 3 "
     "buffers include 'reduce_bucket_size' elements, which DeepSpeed allocates in full (twice with "
     "'overlap_comm'): all trainable parameters, at most 5e8, if it is unset. At stage 3 they also "
     "include gathered parameters, "
@@ -147,7 +155,11 @@ def _print(estimate: Estimate) -> None:
     for placement in estimate.placements:
         if placement.problem is not None:
             console.print(f"Stage {placement.placement.name}: {placement.problem}")
-    console.print(_NOTE)
+    console.print(
+        _NOTE.format(
+            context=_format_bytes(CUDA_CONTEXT), communicator=_format_bytes(NCCL_COMMUNICATOR)
+        )
+    )
     _print_advice(console, estimate)
 
 
@@ -155,29 +167,43 @@ def _table(estimate: Estimate) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("ZeRO stage", no_wrap=True)
     table.add_column("device")
-    for heading in ("weights", "gradients", "optimizer", "buffers", "per rank", "per node"):
+    counted = [
+        kinds
+        for placement in estimate.placements
+        if placement.states is not None
+        for kinds in (placement.states.gpu, placement.states.cpu)
+    ]
+    # The others are of what only some configs have.
+    kinds = [
+        kind.name
+        for kind in fields(Bytes)
+        if kind.name in _KINDS or any(getattr(each, kind.name) for each in counted)
+    ]
+    for heading in (*kinds, "per rank", "per node"):
         table.add_column(heading, justify="right")
     table.add_column("fits")
     for placement in estimate.placements:
-        _add_rows(table, placement, estimate)
+        _add_rows(table, placement, estimate, kinds)
     return table
 
 
-def _add_rows(table: Table, placement: PlacementEstimate, estimate: Estimate) -> None:
+def _add_rows(
+    table: Table, placement: PlacementEstimate, estimate: Estimate, kinds: List[str]
+) -> None:
     fits = {None: "", True: "yes", False: "no"}[placement.fits]
     name, states = placement.placement.name, placement.states
     if states is None:
-        table.add_row(name, "not possible", *[""] * 6, fits)
+        table.add_row(name, "not possible", *[""] * (len(kinds) + 2), fits)
         return
     rows = {"GPU": states.gpu, "CPU": states.cpu, "NVMe": states.nvme}
     if estimate.device_type == "cpu":
         # The model trains on the device that it would be offloaded to.
         rows = {"CPU": states.gpu + states.cpu, "NVMe": states.nvme}
-    for label, kinds in rows.items():
-        if name == "" and kinds.total == 0:
+    for label, on_device in rows.items():
+        if name == "" and on_device.total == 0:
             continue
-        numbers = [kinds.weights, kinds.gradients, kinds.optimizer, kinds.buffers]
-        numbers += [kinds.total, kinds.total * estimate.workers_per_node]
+        numbers = [getattr(on_device, kind) for kind in kinds]
+        numbers += [on_device.total, on_device.total * estimate.workers_per_node]
         table.add_row(name, label, *map(_format_bytes, numbers), fits)
         name = fits = ""
 

@@ -19,6 +19,8 @@ from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
+    CUDA_CONTEXT,
+    NCCL_COMMUNICATOR,
     ModelSize,
     ModelStates,
     elements_of_modules,
@@ -251,6 +253,11 @@ class Estimator:
     def _optimizer_class(self) -> type:
         return registered_class(self._optimizer.get("type", Optimizer.default_implementation))
 
+    @property
+    def _saves_asynchronously(self) -> bool:
+        checkpointer = self._trainer.get("checkpointer")
+        return isinstance(checkpointer, dict) and bool(checkpointer.get("async_save"))
+
     def _optimizer_bytes(self) -> int:
         section = self._config.config.get("optimizer")
         if section is None:
@@ -271,7 +278,12 @@ class Estimator:
             check_optimizer(self._optimizer, resolved, device_type)
         except ConfigurationError as error:
             return PlacementEstimate(placement, pasted, problem=str(error))
-        return PlacementEstimate(placement, pasted, states=self._states(resolved))
+        states = self._states(resolved)
+        if device_type == "cuda":
+            communicator = NCCL_COMMUNICATOR if self._settings.world_size > 1 else 0
+            gpu = replace(states.gpu, runtime=CUDA_CONTEXT + communicator)
+            states = replace(states, gpu=gpu)
+        return PlacementEstimate(placement, pasted, states=states)
 
     def states_of_config(self) -> ModelStates:
         """Returns the model states of one rank with the placement of the config."""
@@ -285,6 +297,8 @@ class Estimator:
             self._settings.world_size,
             self._settings.gradient_synchronization == STEP,
             has_chunks=self._trainer.get("grad_cache") is not None,
+            has_moving_average=self._trainer.get("moving_average") is not None,
+            saves_asynchronously=self._saves_asynchronously,
         )
 
     def _settings_for(self, placement: Placement) -> TrainerSettings:

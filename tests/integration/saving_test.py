@@ -3,7 +3,7 @@ Saving a checkpoint while training goes on.
 """
 
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, NamedTuple, Tuple
 
 import pytest
 import torch
@@ -16,8 +16,17 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
+    ModelSize,
+    ModelStates,
+    model_states,
+    optimizer_bytes,
+)
+from allennlp_deepspeed.engine.parameters import full_parameters
 from tests.support.communication import CommunicationCounter, Traffic
 from tests.support.side_by_side import Batches, Side, state_arrays, trained
+from tests.support.tensor_memory import TensorMemory
+from tests.support.workers import run_workers
 
 DIM = 8
 
@@ -248,3 +257,68 @@ def test_a_save_during_evaluation_is_of_the_weights_of_training(
         path = tmp_path / f"checkpoint_{point}" / "engine" / "mp_rank_00_model_states.pt"
         saved = torch.load(path, weights_only=False)["module"]
         assert all((saved[name].numpy() == of_training[name]).all() for name in expected)
+
+
+class Wide(Model):
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.Sequential(nn.Linear(DIM, 4096), nn.Tanh(), nn.Linear(4096, 64))
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": self.layers(inputs).square().mean()}
+
+
+class Memory(NamedTuple):
+    """Bytes of rank 0: counted in training and in a gather, and estimated."""
+
+    peak: int
+    gathered: int
+    states: ModelStates
+
+
+def average_of(model: Model) -> ExponentialMovingAverage:
+    return ExponentialMovingAverage(model.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_averages_and_copies_take_the_memory_that_is_estimated(stage: int, tmp_path: Path) -> None:
+    def train(trainer: Any) -> Tuple[int, ModelStates]:
+        trainer.train()
+        size = ModelSize.from_model(trainer.engine.module)
+        adam = optimizer_bytes(torch.optim.Adam, {}, size)
+        has: Any = {"has_moving_average": True, "saves_asynchronously": True}
+        states = model_states(size, adam, trainer.resolved_config, 2, **has)
+        with TensorMemory() as memory:
+            full_parameters.full_state_dict(trainer.engine, keep=False)
+        assert stage == 0 or memory.peak == pytest.approx(4 * size.largest_parameter, rel=0.05)
+        return memory.peak, states
+
+    def memory(directory: Path, **arguments: Any) -> Memory:
+        def count(rank: int) -> Memory:
+            with TensorMemory() as memory:
+                gathered, states = side.on_rank(rank, train, directory)
+            return Memory(memory.peak, gathered, states)
+
+        side = Side(
+            Wide,
+            batches,
+            stage,
+            world_size=2,
+            optimizer=torch.optim.Adam,
+            checkpointer=DeepSpeedCheckpointer(directory, async_save=True),
+            **arguments,
+        )
+        return run_workers(2, count)[0]
+
+    averaged = memory(tmp_path / "averaged", moving_average=average_of)
+    without = memory(tmp_path / "without")
+    states = averaged.states
+    assert averaged.peak - without.peak == pytest.approx(states.gpu.average, rel=0.1)
+    # The files of rank 0, that are written from copies.
+    files = [
+        path
+        for path in (tmp_path / "averaged" / "checkpoint_e2_b0").rglob("*")
+        if path.suffix in (".pt", ".th") and path.name != "best.th"
+        if "rank_1" not in path.name and "_w1" not in path.name
+    ]
+    assert sum(path.stat().st_size for path in files) == pytest.approx(states.cpu.saves, rel=0.1)

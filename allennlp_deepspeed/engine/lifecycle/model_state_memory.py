@@ -12,7 +12,7 @@ with measurements and with the paper.
 """
 
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Dict, Mapping, Optional, Sequence, Type
 
 import torch
@@ -28,6 +28,19 @@ from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import LionOptimi
 from allennlp_deepspeed.engine.parameters.shards import full_shape
 
 _FP32 = torch.float32.itemsize
+
+CUDA_CONTEXT = 500_000_000
+"""
+Bytes that a process takes on its GPU before its first tensor: 450 to 800 MB, for the driver's
+context and the kernels that are loaded ([#34323](https://github.com/pytorch/pytorch/issues/34323)).
+"""
+
+NCCL_COMMUNICATOR = 2 * 32 * 4 * 2**20
+"""
+Bytes of a communicator: `NCCL_BUFFSIZE`, 4 MiB by default, to send and to receive in each of up to
+32 channels ([NCCL](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html)).
+"""
+
 # The maximum number of elements that the engine's own all-reduce flattens at once.
 _ALL_REDUCE_SIZE = 500_000_000
 
@@ -134,12 +147,22 @@ class Bytes:
         The optimizer states, and the fp32 master weights if they are separate from `weights`.
     buffers : `int`
         The buffers that gather parameters, reduce gradients and transfer to and from NVMe.
+    average : `int`
+        The moving average: its values, and the weights that it replaces in a validation.
+    saves : `int`
+        The copies that asynchronous saves write, and what a parameter that is gathered for a save
+        takes in addition to the peak of gradients, which are gone by then.
+    runtime : `int`
+        The CUDA context and NCCL's communicator.
     """
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
+    average: int = 0
+    saves: int = 0
+    runtime: int = 0
 
     @property
     def total(self) -> int:
@@ -169,9 +192,11 @@ def model_states(
     world_size: int,
     reduces_once_a_step: bool = False,
     has_chunks: bool = False,
+    has_moving_average: bool = False,
+    saves_asynchronously: bool = False,
 ) -> ModelStates:
     """
-    Estimates the model states of one rank.
+    Estimates the model states of one rank, and what is needed to average and save them.
 
     # Parameters
 
@@ -185,10 +210,16 @@ def model_states(
         Whether an unsharded gradient is accumulated over the micro-batches of a step.
     has_chunks : `bool`, optional (default = `False`)
         Whether each micro-batch has chunks, as with `grad_cache`, which count as micro-batches.
+    has_moving_average : `bool`, optional (default = `False`)
+    saves_asynchronously : `bool`, optional (default = `False`)
+        Whether checkpoints are written from a copy. Rank 0, which also saves the weights that all
+        ranks have, is the one that is estimated.
     """
     reduces_later = reduces_once_a_step and world_size > 1 and (config.accumulates or has_chunks)
-    states = _States(size, optimizer_states, config, world_size, reduces_later)
-    return {0: states.stage_0, 3: states.stage_3}.get(config.zero_stage, states.stage_1_or_2)()
+    figures = _States(size, optimizer_states, config, world_size, reduces_later)
+    of_stage = {0: figures.stage_0, 3: figures.stage_3}
+    states = of_stage.get(config.zero_stage, figures.stage_1_or_2)()
+    return figures.with_average_and_saves(states, has_moving_average, saves_asynchronously)
 
 
 class _States:
@@ -236,8 +267,7 @@ class _States:
         )
 
     def stage_1_or_2(self) -> ModelStates:
-        # DeepSpeed aligns shards to two elements.
-        shard = 2 * math.ceil(self._trained / (2 * self._world_size))
+        shard = self._shard
         weights = (shard * self._world_size + sum(self._size.frozen)) * self._weight
         # DeepSpeed copies the shard in fp32 even if the weights are in fp32.
         optimizer = shard * _FP32 + self._optimizer_states_of(shard)
@@ -258,7 +288,7 @@ class _States:
         )
 
     def stage_3(self) -> ModelStates:
-        shard = sum(math.ceil(elements / self._world_size) for elements in self._size.trainable)
+        shard = self._shard
         frozen = sum(math.ceil(elements / self._world_size) for elements in self._size.frozen)
         gpu = Bytes(
             weights=self._kept_gathered() * self._weight,
@@ -297,6 +327,40 @@ class _States:
             buffers = int(self._zero.offload_optimizer.buffer_count) * sub_group * _FP32
             cpu += Bytes(gradients=gradients, buffers=buffers)
         return ModelStates(gpu, cpu, nvme)
+
+    def with_average_and_saves(
+        self, states: ModelStates, has_moving_average: bool, saves_asynchronously: bool
+    ) -> ModelStates:
+        """Adds what the moving average and saves need. Elsewhere than on the GPU is on the CPU."""
+        optimizer = states.gpu.optimizer + states.cpu.optimizer
+        # Both its values and the weights that it replaces are in fp32.
+        values = self._shard * _FP32 if has_moving_average else 0
+        copies = 0
+        if saves_asynchronously and states.nvme.optimizer == 0:
+            weights = self._size.total if self._stage < 3 else 0
+            copies = optimizer + values + weights * self._weight
+        gathered = 0
+        if self._stage > 0:
+            # What stage 3 has of gradients until the next step isn't free.
+            kept = self._shard * self._gradient if self._stage == 3 else 0
+            free = max(0, states.gpu.gradients - kept)
+            gathered = max(0, self._size.largest_parameter * _FP32 - free)
+        is_on_gpu = self._optimizer_device == "none"
+        return replace(
+            states,
+            gpu=replace(states.gpu, average=2 * values if is_on_gpu else 0, saves=gathered),
+            cpu=replace(states.cpu, average=0 if is_on_gpu else 2 * values, saves=copies),
+        )
+
+    @property
+    def _shard(self) -> int:
+        """The elements of the trainable parameters that this rank updates."""
+        if self._stage == 0:
+            return self._trained
+        if self._stage == 3:
+            return sum(math.ceil(n / self._world_size) for n in self._size.trainable)
+        # DeepSpeed aligns shards to two elements.
+        return 2 * math.ceil(self._trained / (2 * self._world_size))
 
     def _optimizer_states_of(self, shard: int) -> int:
         return math.ceil(self._optimizer_states * shard / max(self._trained, 1))

@@ -20,6 +20,8 @@ from allennlp.training.optimizers import Optimizer
 from allennlp_deepspeed.commands.memory_estimate import PLACEMENTS, Estimate, Estimator, measure
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
+    CUDA_CONTEXT,
+    NCCL_COMMUNICATOR,
     ModelSize,
     ModelStates,
     model_states,
@@ -227,7 +229,8 @@ class TestCommand:
         config["trainer"].update(
             type="deepspeed", deepspeed_config={"zero_optimization": zero, **BF16}
         )
-        arguments = ["--workers", "4", "--gpu-memory", "33KB"]
+        memory = 33_000 + CUDA_CONTEXT + NCCL_COMMUNICATOR
+        arguments = ["--workers", "4", "--gpu-memory", f"{memory}B"]
         values = self.estimate(tmp_path, config, *arguments)
         fits = {
             placement["placement"]["name"]: placement["fits"] for placement in values["placements"]
