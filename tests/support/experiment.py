@@ -92,12 +92,13 @@ def deepspeed(config: Config, stage: int, **sections: Any) -> Config:
     stage : `int`
         Of ZeRO.
     sections : `Any`
-        More of DeepSpeed's configuration.
+        More of DeepSpeed's configuration, of "zero_optimization" too.
     """
     zero: Dict[str, Any] = {"stage": stage}
     if stage == 3:
         # Stage 3 doesn't partition parameters below a size that these models don't reach.
         zero["stage3_param_persistence_threshold"] = 0
+    zero.update(sections.pop("zero_optimization", {}))
     trainer = {
         **config["trainer"],
         "type": "deepspeed",
