@@ -971,14 +971,12 @@ class DeepSpeedTrainer(GradientDescentTrainer):
     def save_best_weights(self) -> None:
         """
         Saves the best weights if the epoch that has just ended was the best and they haven't been
-        saved. Every rank must call it, before a checkpoint is saved. It first checks that no weight
-        was changed outside the optimizer.
+        saved. Every rank must call it, before a checkpoint is saved.
 
         Works around AllenNLP 2.10.1: the best weights are saved after the checkpoint that records
         the best epoch. If the process dies in between, the checkpoint names weights that don't
         exist. Gone when `_try_train` saves them before.
         """
-        self._weight_change_detector.raise_if_changed()
         epochs, steps = self._progress.point
         validates = self._progress.should_validate_this_epoch
         if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
