@@ -83,6 +83,8 @@ def start(
             f"at {where}: {_first_line(error)}. "
             f"{advice}Another rank may have been killed: see the output of the other nodes."
         ) from error
+    # With NCCL, a rank that comes first to a group's first collective waits for the others in it.
+    store.set_timeout(timedelta(seconds=timeout))
     return store
 
 

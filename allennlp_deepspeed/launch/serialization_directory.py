@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, Callable, Iterator, Optional, Union
 from unittest import mock
@@ -33,9 +32,6 @@ from allennlp_deepspeed.launch.directory_lock import DirectoryLock, cannot_write
 logger = logging.getLogger(__name__)
 
 _FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
-
-# Reading data for the vocabulary may take any time.
-_NO_LIMIT = timedelta(days=30)
 
 
 def is_created(store: dist.Store, leader: int) -> bool:
@@ -120,7 +116,6 @@ class SerializationDirectory:
     def __init__(self, directory: Union[str, os.PathLike]) -> None:
         self._directory = os.fspath(directory)
         self._directories = Directories.discover(self._directory)
-        self._group: Any = dist.new_group(timeout=_NO_LIMIT)
         self._is_ready = False
         self._prepare_logging = common_logging.prepare_global_logging
 
@@ -142,8 +137,8 @@ class SerializationDirectory:
 
     def wait_until_ready(self, problem: Optional[str] = None) -> None:
         """
-        Waits until every directory has the files that workers read. Every worker must call it. A
-        second call does nothing.
+        Waits until every directory has the files that workers read, because reading data for the
+        vocabulary may take any time. Every worker must call it. A second call does nothing.
 
         # Parameters
 
@@ -158,7 +153,8 @@ class SerializationDirectory:
         if self._is_ready:
             return
         self._is_ready = True
-        others = collectives.gather_problems(problem, self._group)
+        problems = collectives.wait_for_ranks("directory is ready", problem)
+        others = [other for other in problems if other is not None]
         if others and problem is None:
             raise PeerFailed(others[0])
 
@@ -167,7 +163,9 @@ class SerializationDirectory:
         Waits until every worker is done, the leaders with `model.tar.gz` written. Every worker must
         call it. An agent whose workers have exited soon ends the others.
         """
-        dist.barrier(group=self._group)
+        collectives.wait_for_ranks("training is done")
+        # The store may end with rank 0.
+        dist.barrier()
 
     @contextmanager
     def prepare_on_leader(self) -> Iterator[None]:

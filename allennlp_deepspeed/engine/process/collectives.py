@@ -4,13 +4,20 @@ host waits for their results. In a single process, with or without a process gro
 nothing and return its own value.
 """
 
+import json
+import time
 from typing import Any, List, Optional, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from allennlp_deepspeed.engine.process import worker_failure
+
 T = TypeVar("T")
 Numbers = TypeVar("Numbers", int, float, List[int], List[float])
+
+# Between two looks at the store.
+_POLL_SECONDS = 0.05
 
 
 def world_size() -> int:
@@ -126,7 +133,7 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
-def all_gather_object(value: T, group: Any = None) -> List[T]:
+def all_gather_object(value: T) -> List[T]:
     """
     Returns the values of all ranks, by rank, with one all-gather of their lengths and one of their
     contents. Every rank must call it.
@@ -135,16 +142,43 @@ def all_gather_object(value: T, group: Any = None) -> List[T]:
 
     value : `T`
         Anything that can be pickled.
-    group : `ProcessGroup`, optional (default = `None`)
-        A group of all ranks with another timeout than the default group.
     """
     values: List[Any] = [value] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(values, value, group=group)
+        dist.all_gather_object(values, value)
     return values
 
 
-def gather_problems(problem: Optional[str], group: Any = None) -> List[str]:
+def wait_for_ranks(name: str, value: Optional[str] = None) -> List[Optional[str]]:
+    """
+    Waits for all ranks, without a time limit, and returns their values, by rank. Every rank must
+    call it once with each name.
+
+    The ranks meet in the store of the process group. In a collective, NCCL would compute on each
+    waiting GPU all the time, and a group's first collective has the time limit of the store.
+
+    # Parameters
+
+    name : `str`
+        What the ranks wait for.
+    value : `str`, optional (default = `None`)
+        The value of this rank.
+
+    # Raises
+
+    `PeerFailed`
+        If another rank reports a failure in the meantime.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}/{dist.get_rank()}", json.dumps(value))
+    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+    while not store.check(keys):
+        worker_failure.raise_if_peer_failed()
+        time.sleep(_POLL_SECONDS)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def gather_problems(problem: Optional[str]) -> List[str]:
     """
     Returns the distinct problems of all ranks, in their order, so that each rank raises the same
     error if any rank has one. Every rank must call it.
@@ -153,10 +187,8 @@ def gather_problems(problem: Optional[str], group: Any = None) -> List[str]:
 
     problem : `Optional[str]`
         The problem of this rank, if it has one.
-    group : `ProcessGroup`, optional (default = `None`)
-        As for `all_gather_object`.
     """
-    return list(dict.fromkeys(p for p in all_gather_object(problem, group) if p is not None))
+    return list(dict.fromkeys(p for p in all_gather_object(problem) if p is not None))
 
 
 def is_same_on_all_ranks(checksum: int, device: torch.device) -> bool:

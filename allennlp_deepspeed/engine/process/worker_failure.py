@@ -237,6 +237,15 @@ def report_through(store: dist.Store) -> None:
         _reporter.store = store
 
 
+def raise_if_peer_failed() -> None:
+    """
+    Raises `PeerFailed` if another rank of this worker's has reported its failure. Not a collective.
+    """
+    store = None if _reporter is None else _reporter.store
+    if store is not None and store.check([_KEY]):
+        raise PeerFailed("Another rank has failed.")
+
+
 def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure]:
     """
     Reports the first error of a worker before the worker can wait for other ranks, in callbacks for
