@@ -60,9 +60,10 @@ def start(
     rank, world_size = process.rank, process.world_size
     if process.num_nodes == 1:
         network_interfaces.select_loopback()
-    backend = "gloo" if cuda_device < 0 else "nccl"
+    backend, device = "gloo", None
     if cuda_device >= 0:
-        torch.cuda.set_device(cuda_device)
+        backend, device = "nccl", torch.device("cuda", cuda_device)
+        torch.cuda.set_device(device)
     # PyTorch's default is 30 minutes with gloo and 10 with NCCL, whatever the default group has.
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(seconds=timeout)
     how = f"within {rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
@@ -75,7 +76,11 @@ def start(
         worker_failure.report_through(store_of_start)
         how, advice = f"by {backend}", _interface_advice(backend)
         group_store = dist.PrefixStore("default_group", store_of_start)
-        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size)
+        # With its device, NCCL connects the ranks now, and guesses none in barriers.
+        dist.init_process_group(
+            backend, store=group_store, rank=rank, world_size=world_size, device_id=device
+        )
+        dist.barrier()
     except (OSError, dist.DistError, RuntimeError) as error:
         where = process.store_file or f"{process.address}:{process.port}"
         raise RendezvousError(

@@ -59,7 +59,10 @@ _ROUTINE = {
         "|Attempting to get learning rate from scheduler before it has started"
     ),
     # Of functions that AllenNLP and DeepSpeed call.
-    "py.warnings": r".*FutureWarning: `torch\.(distributed|cuda\.amp)\..*` is deprecated",
+    "py.warnings": (
+        r".*FutureWarning: (`torch\.(distributed|cuda\.amp)\..*` is deprecated"
+        r"|torch\.cuda\.reset_max_memory_allocated now calls)"
+    ),
 }
 
 

@@ -87,6 +87,10 @@ def _set_up_environment(device: torch.device, local_rank: int) -> Iterator[None]
                 store=dist.HashStore(),
                 rank=0,
                 world_size=1,
+                # Without it, NCCL makes barriers on the first GPU.
+                device_id=None
+                if device.type == "cpu"
+                else torch.device(device.type, device_index(device, local_rank)),
             )
             undo.callback(_destroy_process_group)
             undo.enter_context(as_single_process())
