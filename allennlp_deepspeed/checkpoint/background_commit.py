@@ -17,6 +17,7 @@ import torch.distributed as dist
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.checkpoint.commit_record import CommitRecord, FileRecord, file_names
+from allennlp_deepspeed.engine.process.worker_device import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +85,8 @@ class BackgroundCommit:
             Called on the ranks that commit, after the checkpoint has been committed in the
             directories of all ranks. An `OSError` in it is only logged.
         """
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(
-                f"allennlp_deepspeed/checkpoint_{next(_numbers)}",
-                point,
-                record,
-                write,
-                on_committed,
-            ),
-            name="checkpoint",
-            daemon=True,  # a rank that waits for a failed one must be able to exit
-        )
-        self._thread.start()
+        key = f"allennlp_deepspeed/checkpoint_{next(_numbers)}"
+        self._thread = start_thread(self._run, key, point, record, write, on_committed)
 
     def wait(self, timeout: Optional[float] = None) -> None:
         """

@@ -1,4 +1,4 @@
-from typing import TYPE_CHECKING, Any, List, Set, Tuple
+from typing import TYPE_CHECKING, Any, List, Optional, Set, Tuple
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
@@ -43,7 +43,8 @@ class FileCheckpointEngine(CheckpointEngine):
     def __init__(self, asynchronous: bool = False) -> None:
         super().__init__()
         self.name = "FileCheckpointEngine"
-        self._stager = _stager() if asynchronous else None
+        self._is_asynchronous = asynchronous
+        self._stager: Optional[DefaultStager] = None
         self.excluded: Set[str] = set()
         self._staged: List[Tuple[Any, str]] = []
         self._paths: List[str] = []
@@ -63,12 +64,13 @@ class FileCheckpointEngine(CheckpointEngine):
             module = state_dict["module"]
             kept = {key: value for key, value in module.items() if key not in self.excluded}
             state_dict = {**state_dict, "module": kept}
-        if self._stager is None:
+        if not self._is_asynchronous:
             files.save(state_dict, path)
-        else:
-            self._staged.append((self._stager.stage(state_dict), path))
-            if not _IS_REUSABLE:
-                self._stager = _stager()
+            return
+        self._stager = self._stager or _stager()
+        self._staged.append((self._stager.stage(state_dict), path))
+        if not _IS_REUSABLE:
+            self._stager = None
 
     def write_staged(self) -> None:
         """Writes the staged states that haven't been written yet."""
@@ -92,12 +94,13 @@ class FileCheckpointEngine(CheckpointEngine):
 def _stager() -> "DefaultStager":
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    has_gpu = torch.cuda.is_available()
+    # Pinned memory needs a context on a GPU, and workers on the CPU have none.
+    is_on_gpu = torch.cuda.is_initialized()
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=has_gpu,
+            use_pinned_memory=is_on_gpu,
             use_shared_memory=False,
             use_async_staging=False,
-            use_non_blocking_copy=has_gpu,
+            use_non_blocking_copy=is_on_gpu,
         )
     )

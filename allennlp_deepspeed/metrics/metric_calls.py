@@ -19,6 +19,7 @@ from allennlp.common.checks import ConfigurationError
 from torch.distributed import distributed_c10d
 
 from allennlp_deepspeed.engine.process import collectives, worker_failure
+from allennlp_deepspeed.engine.process.worker_device import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class MetricCallMonitor:
         self._problem: Optional[str] = None
         self._is_closed = threading.Event()
         self.restart_counts()
-        threading.Thread(target=self._watch, daemon=True).start()
+        start_thread(self._watch)
 
     def restart_counts(self) -> None:
         """Counts from zero again, for messages. Every rank must call it, after a collective."""

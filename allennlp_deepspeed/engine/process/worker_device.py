@@ -1,9 +1,10 @@
 """Information about a worker's device and node."""
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 import psutil
 import torch
@@ -20,6 +21,24 @@ def worker_device(cuda_device: Optional[Union[int, torch.device]]) -> torch.devi
         cuda_device = 0 if torch.cuda.device_count() > 0 else -1
     check_for_gpu(cuda_device)
     return int_to_device(cuda_device)
+
+
+def start_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
+    """
+    Starts a thread that doesn't keep the process alive, with the device of the calling thread. A
+    new thread has the first GPU, and creates a context there if it frees memory of a GPU or pinned
+    memory, in a garbage collection for example.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        target(*args)
+
+    thread = threading.Thread(target=run, name=target.__name__, daemon=True)
+    thread.start()
+    return thread
 
 
 def workers_per_node(world_size: int) -> Optional[int]:
