@@ -3,6 +3,7 @@ Fork server of this package, which imports the workers' modules while the comman
 it imports them, too. `multiprocessing`'s own server stays the user's.
 """
 
+import ctypes
 import itertools
 import os
 import re
@@ -10,7 +11,7 @@ import sys
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver
 from pathlib import Path
-from typing import Any, Iterator, List
+from typing import Any, Dict, Iterator, List
 from unittest import mock
 
 from allennlp_deepspeed_import_hook import process_setup, temporary_directory
@@ -37,12 +38,41 @@ def ensure_running() -> None:
         "ALLENNLP_DEEPSPEED_FORK_SERVER_OF": str(os.getpid()),
         # A GPU driver that has been initialized can't be used in a forked process; NVML can.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        **_hidden_devices(),
     }
     with (
         mock.patch.dict(os.environ, variables),
         mock.patch.object(connection, "arbitrary_address", _socket_path),
     ):
         _server.ensure_running()
+
+
+def _hidden_devices() -> Dict[str, str]:
+    """
+    Returns variables that hide the GPUs from the server while it imports, if PyTorch would count
+    them by the driver. It doesn't use NVML in containers without it, on Jetson, and for parts of
+    GPUs (MIG). DeepSpeed chooses its operators when it is imported.
+    """
+    has_nvml = not os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-") and _has_nvml()
+    if has_nvml or _load("libcuda.so.1") is None:
+        return {}
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cuda"),
+        "ALLENNLP_DEEPSPEED_HIDES": "CUDA_VISIBLE_DEVICES DS_ACCELERATOR",
+    }
+
+
+def _has_nvml() -> bool:
+    nvml = _load("libnvidia-ml.so.1")
+    return nvml is not None and nvml.nvmlInit_v2() == 0
+
+
+def _load(library: str) -> Any:
+    """Returns a library, `None` if it isn't installed. Loading a driver doesn't initialize it."""
+    with suppress(OSError):
+        return ctypes.CDLL(library)
+    return None
 
 
 def _socket_path(family: str) -> str:

@@ -17,6 +17,8 @@ from allennlp_deepspeed_import_hook import process_setup
 STARTED_BY = "ALLENNLP_DEEPSPEED_FORK_SERVER_OF"
 """Is set for the server, to the number of the process that starts it."""
 
+_HIDES = "ALLENNLP_DEEPSPEED_HIDES"
+
 # Modules that workers import in addition to this package.
 _MODULES = ("allennlp.commands", "torch._dynamo", "transformers.modeling_utils")
 
@@ -32,5 +34,8 @@ if IS_IN_SERVER:
             interruption.discard(number)
     for module in _MODULES:
         importlib.import_module(module)
+    # Set for the imports alone. The workers' own values are those of the process that starts them.
+    for name in os.environ.pop(_HIDES, "").split():
+        del os.environ[name]
     # Collections in workers needn't look at what has been imported.
     gc.freeze()
