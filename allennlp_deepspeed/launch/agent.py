@@ -4,6 +4,7 @@ they ended.
 """
 
 import functools
+import glob
 import json
 import logging
 import math
@@ -139,6 +140,9 @@ class Node:
         are required.
     values : `Dict[str, Any]`, optional (default = `{}`)
         What must be the same on all nodes of the training, by name.
+    collectives : `str`, optional (default = `""`)
+        The files, up to the rank, to which NCCL writes the last collectives of each rank when it
+        ends a process.
     directory : `str`, optional (default = `""`)
         A directory of the agent's, that ends with it.
     """
@@ -154,6 +158,7 @@ class Node:
     max_restarts: int = 0
     min_nodes: Optional[int] = None
     values: Dict[str, Any] = field(default_factory=dict)
+    collectives: str = ""
     directory: str = ""
 
     @property
@@ -312,6 +317,7 @@ class _Agent(LocalElasticAgent):
         self._is_restarting = False
         self.has_ended = False
         self._closed_since: Optional[float] = None
+        self._start_time = 0.0
         self._was_stopped = False
         self.last_failure: Optional[BaseException] = None
         if node.min_nodes is not None:
@@ -416,6 +422,7 @@ class _Agent(LocalElasticAgent):
         self._was_stopped = False
         self._seconds_to_stop = _SHUTDOWN_SECONDS
         worker_group.spec.args = (self._node_rank, self._training_id, self._node, *self._args)
+        self._start_time = time.time()
         with fork_server.forking_workers():
             started = super()._start_workers(worker_group)
         _limit_shutdown_time(self._pcontext)
@@ -624,13 +631,39 @@ class _Agent(LocalElasticAgent):
                 if failed.exitcode == -signal.SIGKILL:
                     how += _SIGKILL_ADVICE
             message = f"Rank {rank} on {socket.gethostname()} {how}."
-            return WorkerFailed(message + self._module_advice(failed.exitcode == -signal.SIGABRT))
+            if failed.exitcode == -signal.SIGABRT:
+                message += self._nccl_advice() + self._module_advice(may_differ=True)
+            return WorkerFailed(message)
         if failure.is_agreed:
             return SigTermReceived(failure.message)
         if failure.explanation is not None:
             return ConfigurationError(str(failure))
         may_differ = failure.is_timeout or module_calls.DISAGREEMENT in failure.message
         return WorkerFailed(str(failure) + self._module_advice(may_differ))
+
+    def _nccl_advice(self) -> str:
+        """
+        Returns why NCCL has ended a worker, if it has. It writes the rank's last collectives then.
+        """
+        written = [
+            path
+            for path in glob.glob(f"{glob.escape(self._node.collectives)}*")
+            if self._node.collectives and os.path.getmtime(path) >= self._start_time
+        ]
+        if not written:
+            return ""
+        workers: Any = self._pcontext
+        first = self._node_rank * self._node.num_workers
+        steps = {
+            first + local_rank: worker_failure.read_step(path)
+            for local_rank, path in workers.error_files.items()
+        }
+        counted = ", ".join(f"{step or 0} on rank {rank}" for rank, step in sorted(steps.items()))
+        return (
+            f"\n{worker_failure.NOT_ENTERED}, or the connection to it is lost: it is stuck, "
+            f"stopped or gone.\nCompleted optimizer steps: {counted}. The last collectives of the "
+            f"ranks: {', '.join(sorted(written))} (`torchfrtrace` compares them)."
+        )
 
     def _module_advice(self, may_differ: bool) -> str:
         """

@@ -28,6 +28,15 @@ from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
 _POLL_SECONDS = 0.02
 
 
+def collectives_prefix(serialization_dir: str) -> str:
+    """
+    Returns the files, up to the rank, to which NCCL writes the last collectives of each rank when
+    it ends a process.
+    """
+    default = os.path.join(serialization_dir, "collectives_rank_")
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", default)
+
+
 def start(
     process: LaunchedProcess, cuda_device: int, rendezvous_timeout: float, timeout: float
 ) -> dist.Store:

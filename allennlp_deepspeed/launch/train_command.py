@@ -29,6 +29,7 @@ from allennlp_deepspeed.launch import (
     node_comparison,
     nodes,
     preload,
+    process_group,
     rendezvous,
     worker,
 )
@@ -110,7 +111,11 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
             if process is not None and launcher_environment.is_worker(config, process):
                 return _train_as_worker(train_model, arguments, process)
             node = nodes.local_node(config, arguments.get("node_rank", 0))
-            node = replace(node, values=node_comparison.values_of_training(config))
+            node = replace(
+                node,
+                values=node_comparison.values_of_training(config),
+                collectives=process_group.collectives_prefix(arguments["serialization_dir"]),
+            )
             returns_model = arguments.pop("return_model", None)
             run_workers(node, worker.run, dict(os.environ), arguments, settings)
     if not returns_model or arguments.get("dry_run"):

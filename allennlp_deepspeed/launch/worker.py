@@ -280,6 +280,8 @@ def _join_process_group(
     """Starts the process group, and checks that the nodes have the same config and versions."""
     os.register_at_fork(after_in_child=_exit_with_parent)
     distributed = config["distributed"]
+    prefix = process_group.collectives_prefix(arguments["serialization_dir"])
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = prefix
     store = process_group.start(
         process,
         distributed["cuda_devices"][process.local_rank],

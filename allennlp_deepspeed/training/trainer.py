@@ -625,6 +625,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         grad_norm = self._gradient_step.update(num_steps)
 
         self._progress.complete_step()
+        worker_failure.record_step(self._progress.total_batches_completed)
         point, checkpointer = self._progress.point, self._checkpointer
         is_step_to_save = checkpointer is not None and checkpointer.is_step_to_save(*point)
         status = None

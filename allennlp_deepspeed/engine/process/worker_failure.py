@@ -7,10 +7,12 @@ import errno
 import faulthandler
 import json
 import logging
+import mmap
 import os
 import re
 import signal
 import socket
+import sys
 import sysconfig
 import time
 import traceback
@@ -33,6 +35,12 @@ _SECONDS_FOR_CAUSE = 5.0
 _POLL_SECONDS = 0.2
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+NOT_ENTERED = "Another rank didn't enter the same collective within 'distributed.timeout'"
+"""The cause if a collective times out, which NCCL reports to no exception."""
+
+# Added to the name of a worker's error file: the record of its steps.
+_STEP = ".step"
 
 # The store's key of the first failure of a rank that isn't a consequence of another one.
 _KEY = "allennlp_deepspeed/failure"
@@ -261,6 +269,33 @@ def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure
     return None if _reporter is None else _reporter.report(error, step)
 
 
+# That of this process, an integer.
+_step: Any = None
+
+
+def record_step(step: int) -> None:
+    """
+    Records the number of completed optimizer steps for the process that has started this worker,
+    in a file that outlives it: NCCL ends a process without an exception.
+    """
+    global _step
+    path = os.environ.get(ERROR_FILE)
+    if _step is None and path:
+        with suppress(OSError), open(f"{path}{_STEP}", "w+b") as file:
+            file.write(bytes(8))
+            file.flush()
+            _step = memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
+    if _step is not None:
+        _step[0] = step
+
+
+def read_step(error_file: str) -> Optional[int]:
+    """Returns the recorded number of a worker, `None` before its first step."""
+    with suppress(OSError, ValueError):
+        return int.from_bytes(Path(f"{error_file}{_STEP}").read_bytes(), sys.byteorder)
+    return None
+
+
 def has_error_file() -> bool:
     """Returns whether the parent process reads this process's failure from a file."""
     return bool(os.environ.get(ERROR_FILE))
@@ -287,10 +322,7 @@ def _describe_consequence(error: BaseException) -> str:
         "network is down: see the output of the other nodes."
     )
     if re.search(_TIMED_OUT, str(error)):
-        why = (
-            "Another rank didn't enter the same collective within 'distributed.timeout': it is "
-            "stuck, stopped or gone."
-        )
+        why = f"{NOT_ENTERED}: it is stuck, stopped or gone."
     return f"{message}\n{why}"
 
 
