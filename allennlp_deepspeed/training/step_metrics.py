@@ -421,7 +421,9 @@ def _peak_memory() -> Dict[str, float]:
     for worker, memory in common_util.peak_cpu_memory().items():
         logger.info("Worker %s memory usage: %s", worker, common_util.format_size(memory))
         metrics[f"worker_{worker}_memory_MB"] = memory / (1024 * 1024)
-    for gpu, memory in common_util.peak_gpu_memory().items():
+    # AllenNLP's function creates a context on the first GPU if none is in use.
+    gpus = common_util.peak_gpu_memory() if torch.cuda.is_initialized() else {}
+    for gpu, memory in gpus.items():
         logger.info("GPU %s memory usage: %s", gpu, common_util.format_size(memory))
         metrics[f"gpu_{gpu}_memory_MB"] = memory / (1024 * 1024)
     return metrics
