@@ -69,9 +69,9 @@ def start(
     rank, world_size = process.rank, process.world_size
     if process.num_nodes == 1:
         network_interfaces.select_loopback()
-    backend, device = "gloo", None
-    if cuda_device >= 0:
-        backend, device = "nccl", torch.device("cuda", cuda_device)
+    device = None if cuda_device < 0 else torch.device("cuda", cuda_device)
+    backend = "gloo" if device is None else "nccl"
+    if device is not None:
         torch.cuda.set_device(device)
     # PyTorch's default is 30 minutes with gloo and 10 with NCCL, whatever the default group has.
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(seconds=timeout)
