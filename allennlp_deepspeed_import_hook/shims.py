@@ -103,10 +103,15 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     Restores how transformers 4 loaded models: in fp32 unless `transformer_kwargs` sets a type, and
     so that they can be re-initialized. transformers 5 loads them in the type of the file, and its
     `_init_weights` skips weights that have been loaded.
+
+    Also restores what `former_states` has.
     """
     from allennlp_deepspeed_import_hook import saved_tokenizers
 
     yield
+    from allennlp_deepspeed_import_hook import former_states
+
+    former_states.restore()
     module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
     module.get_tokenizer = saved_tokenizers.as_saved(module.get_tokenizer)  # type: ignore[attr-defined]
 

@@ -1,0 +1,115 @@
+"""
+The transformers that AllenNLP 2.10.1 can embed: their types, and the settings with which they are
+small.
+"""
+
+from typing import Any, Dict, NamedTuple, Optional
+
+
+class Architecture(NamedTuple):
+    """
+    # Parameters
+
+    settings : `Dict[str, Any]`
+        Keys of its config that aren't small by their name (`former.transformer`).
+    sub_module : `Optional[str]`
+        The part that is embedded.
+    name : `Optional[str]`
+        The type of the transformer, if there are several of it.
+    """
+
+    settings: Dict[str, Any] = {}
+    sub_module: Optional[str] = None
+    model_type: Optional[str] = None
+
+
+_NO_EXTRA_POSITIONS = Architecture({"max_position_embeddings": 42})
+_ENCODER = Architecture(sub_module="encoder")
+
+ARCHITECTURES: Dict[str, Architecture] = {
+    "albert": Architecture(),
+    "bart": Architecture(),
+    "bart-encoder": Architecture({}, "encoder", "bart"),
+    "bert": Architecture(),
+    "bert-generation": Architecture(),
+    "big_bird": Architecture({"attention_type": "original_full"}),
+    "bigbird_pegasus-encoder": Architecture(
+        {"attention_type": "original_full"}, "encoder", "bigbird_pegasus"
+    ),
+    "blenderbot-small": Architecture(),
+    "bloom": Architecture({"hidden_size": 32, "n_head": 4, "n_layer": 2}),
+    "camembert": _NO_EXTRA_POSITIONS,
+    "canine": Architecture({"num_hash_buckets": 64}),
+    "clip": Architecture(
+        {
+            "text_config_dict": {
+                **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32},
+                **{"num_hidden_layers": 2, "num_attention_heads": 4},
+                **{"max_position_embeddings": 40},
+            },
+            "vision_config_dict": {
+                **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+                **{"num_attention_heads": 4, "image_size": 16, "patch_size": 8},
+            },
+        },
+        "text_model",
+    ),
+    "convbert": Architecture(),
+    "ctrl": Architecture({"n_head": 4, "n_layer": 2, "dff": 32}),
+    "data2vec-text": _NO_EXTRA_POSITIONS,
+    "deberta": Architecture({"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "deberta-v2": Architecture({"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "distilbert": Architecture(),
+    "distilbert-sinusoidal": Architecture({"sinusoidal_pos_embds": True}, None, "distilbert"),
+    "electra": Architecture(),
+    "flaubert": Architecture({"pad_index": 0}),
+    "fnet": Architecture(),
+    "fsmt-encoder": Architecture(
+        {"src_vocab_size": 64, "tgt_vocab_size": 64, "langs": ["en", "de"]}, "encoder", "fsmt"
+    ),
+    "funnel": Architecture({"block_sizes": [1, 1, 1], "num_decoder_layers": 1}),
+    "gpt2": Architecture({"n_head": 4, "n_layer": 2}),
+    "gpt_neo": Architecture(
+        {"attention_types": [[["global", "local"], 1]], "window_size": 8, "num_layers": 2}
+    ),
+    "gpt_neox": Architecture({"rotary_pct": 0.5}),
+    "gptj": Architecture({"n_head": 4, "n_layer": 2, "rotary_dim": 4}),
+    "ibert": _NO_EXTRA_POSITIONS,
+    "layoutlm": Architecture(),
+    "led-encoder": Architecture({"attention_window": [8, 8]}, "encoder", "led"),
+    "longformer": Architecture({"attention_window": [8, 8], "max_position_embeddings": 42}),
+    "longt5-encoder": Architecture({"local_radius": 4}, "encoder", "longt5"),
+    "luke": Architecture({"entity_vocab_size": 20, "entity_emb_size": 16}),
+    "m2m_100-encoder": Architecture({}, "encoder", "m2m_100"),
+    "marian": Architecture({"pad_token_id": 0, "decoder_vocab_size": 64}, "encoder"),
+    "mbart": Architecture(),
+    "megatron-bert": Architecture(),
+    "mobilebert": Architecture({"true_hidden_size": 32, "intra_bottleneck_size": 32}),
+    "mpnet": _NO_EXTRA_POSITIONS,
+    "mt5-encoder": Architecture({}, "encoder", "mt5"),
+    "nystromformer": Architecture({"num_landmarks": 4, "segment_means_seq_len": 40}),
+    "openai-gpt": Architecture({"n_head": 4, "n_layer": 2}),
+    "opt": Architecture({"word_embed_proj_dim": 32}),
+    "pegasus-encoder": Architecture({}, "encoder", "pegasus"),
+    "plbart": Architecture(),
+    "prophetnet-encoder": Architecture({}, "encoder", "prophetnet"),
+    "reformer": Architecture(
+        {
+            **{"axial_pos_shape": [5, 8], "axial_pos_embds_dim": [16, 16]},
+            **{"attn_layers": ["local", "local"], "local_attn_chunk_length": 8},
+        }
+    ),
+    "rembert": Architecture(),
+    "roberta": _NO_EXTRA_POSITIONS,
+    "roformer": Architecture(),
+    "splinter": Architecture(),
+    "squeezebert": Architecture(),
+    "t5-encoder": Architecture({}, "encoder", "t5"),
+    "visual_bert": Architecture(),
+    "xglm": Architecture({"attention_heads": 4}),
+    "xlm": Architecture({"pad_index": 0, "pad_token_id": 0}),
+    "xlm-roberta": _NO_EXTRA_POSITIONS,
+    "xlm-roberta-xl": _NO_EXTRA_POSITIONS,
+    "xlnet": Architecture(),
+    "yoso": Architecture({"max_position_embeddings": 42}),
+}

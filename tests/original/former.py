@@ -1,0 +1,162 @@
+"""
+Makes transformers, archives, trainings and tokenizers with AllenNLP 2.10.1 as it was released. It
+runs in that environment, without this package: `python tests/original/former.py JOBS.json`.
+
+A job is a dictionary with the key "do", which names a function here, and its arguments. What it
+writes is in its "directory". An error is written to `error.txt` there, and the next job is done.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+warnings.filterwarnings("ignore")
+
+import torch
+import transformers
+from allennlp.commands.train import train_model
+from allennlp.common import Params
+from allennlp.common.util import import_module_and_submodules, prepare_environment
+from allennlp.data import DatasetReader, Vocabulary
+from allennlp.models import Model, archive_model, load_archive
+from allennlp.predictors import Predictor
+from allennlp.training.util import evaluate
+
+# The names of keys of a transformer's config, and small values for them: the first that matches.
+VOCABULARY_SIZE = 64
+_SMALL = (
+    (r"type_vocab_size", None),
+    (r"(vocab|vocabulary)_size(_.*)?|.*_vocab_size", VOCABULARY_SIZE),
+    (r"pad_token_id", 0),
+    (r"(bos|cls|decoder_start)_token_id", 2),
+    (r"(eos|sep)_token_id", 3),
+    (r".*drop.*", 0.0),
+    (r"num_(hidden_)?layers|n_layers?|(num_)?(decoder|encoder)_layers|num_blocks", 2),
+    (r"(.*_)?(num_(attention_)?heads|n_heads?|attention_heads)", 4),
+    (r"(.*_)?(head_dim|d_head|d_kv|dim_head)", 8),
+    (r".*(hidden_size|embedding_size|embed_dim|emb_dim)|d_model|n_embd|dim|hidden_dim", 32),
+    (r".*(intermediate_size|ffn_dim|ff_dim)|d_ff|n_inner|d_inner", 32),
+    (r".*(max_position|n_positions).*", 40),
+    (r".*attention_window", 8),
+)
+
+
+def transformer(
+    directory: str, model_type: str, settings: Optional[Dict[str, Any]] = None, seed: int = 1
+) -> None:
+    """Writes a small transformer with random weights, and a tokenizer of words."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    values = {}
+    for name, value in vars(config_class()).items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        small = next((small for pattern, small in _SMALL if re.fullmatch(pattern, name)), None)
+        if is_number and small is not None and not name.startswith("_"):
+            values[name] = small
+    config = config_class(**{**values, **(settings or {})})
+    torch.manual_seed(seed)
+    model = transformers.AutoModel.from_config(config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(directory)
+    words = [f"word{i}" for i in range(VOCABULARY_SIZE - 7)]
+    path = Path(directory, "vocab.txt")
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", *words]))
+    transformers.BertTokenizerFast(str(path)).save_pretrained(directory)
+    # An auto class would take that of the model's type.
+    path = Path(directory, "tokenizer_config.json")
+    settings = {**json.loads(path.read_text()), "tokenizer_class": "BertTokenizerFast"}
+    path.write_text(json.dumps(settings))
+
+
+def tokenizer(directory: str, tokenizer_class: str, arguments: Dict[str, Any]) -> None:
+    """Saves a tokenizer that is made of files, such as `vocab_file`."""
+    getattr(transformers, tokenizer_class)(**arguments).save_pretrained(directory)
+
+
+def archive(directory: str, config: Dict[str, Any], seed: int = 1) -> None:
+    """Writes the archive of an untrained model."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    params = Params(json.loads(json.dumps({**config, "random_seed": seed})))
+    params.to_file(os.path.join(directory, "config.json"))
+    prepare_environment(params)
+    reader = DatasetReader.from_params(params.pop("dataset_reader"))
+    instances = list(reader.read(params["train_data_path"]))
+    vocab = Vocabulary.from_params(params.pop("vocabulary", {}), instances=instances)
+    vocab.save_to_files(os.path.join(directory, "vocabulary"))
+    model = Model.from_params(vocab=vocab, params=params.pop("model"))
+    torch.save(model.state_dict(), os.path.join(directory, "best.th"))
+    archive_model(directory)
+    _remove(directory, "best.th", "vocabulary", "config.json")
+
+
+def train(directory: str, config: Dict[str, Any], keeps_checkpoints: bool = False) -> None:
+    """Trains with AllenNLP's own trainer. The archive, metrics and last weights are left."""
+    train_model(Params(json.loads(json.dumps(config))), directory, force=True)
+    if not keeps_checkpoints:
+        states = sorted(Path(directory).glob("model_state_e*.th"), key=os.path.getmtime)
+        states[-1].rename(os.path.join(directory, "last.th"))
+        for path in Path(directory).glob("*_state_e*.th"):
+            path.unlink()
+
+
+def outputs(directory: str, archive_file: str, data: str, num_instances: int = 4) -> None:
+    """Writes what an archive's model predicts and is evaluated with, to `outputs.json`."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    loaded = load_archive(archive_file)
+    loaded.model.eval()
+    instances = list(loaded.validation_dataset_reader.read(data))
+    for instance in instances:
+        loaded.validation_dataset_reader.apply_token_indexers(instance)
+    predictions = loaded.model.forward_on_instances(instances[:num_instances])
+    from allennlp.data.data_loaders import SimpleDataLoader
+
+    loader = SimpleDataLoader(instances, 4, vocab=loaded.model.vocab)
+    metrics = evaluate(loaded.model, loader, cuda_device=-1)
+    written = {"predictions": predictions, "metrics": metrics}
+    Path(directory, "outputs.json").write_text(json.dumps(written, default=_plain, indent=1))
+
+
+def predictions(directory: str, archive_file: str, inputs: List[Any], predictor: str) -> None:
+    """Writes what a predictor says of inputs, to `predictions.json`."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    loaded = Predictor.from_path(archive_file, predictor)
+    said = [loaded.predict_json(each) for each in inputs]
+    Path(directory, "predictions.json").write_text(json.dumps(said, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _remove(directory: str, *names: str) -> None:
+    for name in names:
+        path = Path(directory, name)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    written = json.loads(Path(sys.argv[1]).read_text())
+    for package in written.get("packages", ()):
+        import_module_and_submodules(package)
+    for job in written["jobs"]:
+        do = globals()[job.pop("do")]
+        try:
+            do(**job)
+        except Exception:
+            Path(job["directory"]).mkdir(parents=True, exist_ok=True)
+            Path(job["directory"], "error.txt").write_text(traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What the environment of 2022 makes, as `former.py` reads it."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+from tests.original.architectures import ARCHITECTURES
+
+FORMER = Path(__file__).parent / "former.py"
+PARTS = ("transformer", "initial", "trained", "expected")
+Config = Dict[str, Any]
+
+# Of a text a line: labels by whether an early word is in it.
+_NUM_WORDS = 57
+
+
+def write_data(path: Path, num_lines: int = 24) -> None:
+    """Writes labelled texts of the words that a small transformer has."""
+    lines = []
+    for i in range(num_lines):
+        words = [f"word{(7 * i + 3 * j * j) % _NUM_WORDS}" for j in range(3 + 5 * i % 11)]
+        label = "early" if any(int(word[4:]) < 6 for word in words) else "late"
+        lines.append(json.dumps({"text": " ".join(words), "label": label}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def classifier(transformer: Path, data: Path, name: str) -> Config:
+    """A classifier of texts over a transformer, and its training with SGD and no randomness."""
+    architecture = ARCHITECTURES[name]
+    embedder = {"type": "pretrained_transformer", "model_name": str(transformer)}
+    if architecture.sub_module is not None:
+        embedder["sub_module"] = architecture.sub_module
+    indexer = {
+        "type": "pretrained_transformer",
+        "model_name": str(transformer),
+        "namespace": "tags",
+    }
+    return {
+        "dataset_reader": {
+            "type": "text_classification_json",
+            "tokenizer": {"type": "pretrained_transformer", "model_name": str(transformer)},
+            "token_indexers": {"tokens": indexer},
+        },
+        "train_data_path": str(data),
+        "validation_data_path": str(data),
+        "model": {
+            "type": "basic_classifier",
+            "namespace": "tags",
+            "text_field_embedder": {"token_embedders": {"tokens": embedder}},
+            "seq2vec_encoder": {"type": "boe", "embedding_dim": 32, "averaged": True},
+        },
+        "data_loader": {"batch_size": 4, "shuffle": False},
+        "trainer": {
+            "num_epochs": 2,
+            "optimizer": {"type": "sgd", "lr": 0.02},
+            "cuda_device": -1,
+            "run_confidence_checks": False,
+        },
+    }
+
+
+def from_archive(config: Config, archive: Path) -> Config:
+    """The training that starts from an archive."""
+    return {
+        **config,
+        "model": {"type": "from_archive", "archive_file": str(archive)},
+        "vocabulary": {"type": "from_files", "directory": str(archive)},
+    }
+
+
+def of_architecture(name: str, directory: Path, data: Path) -> List[Dict[str, Any]]:
+    """The jobs that make a transformer, an archive, a training and what they put out."""
+    architecture = ARCHITECTURES[name]
+    model_type = architecture.model_type or name.removesuffix("-encoder")
+    transformer, initial, trained, expected = (directory / name / part for part in PARTS)
+    config = classifier(transformer, data, name)
+    archive = initial / "model.tar.gz"
+    return [
+        {
+            "do": "transformer",
+            "directory": str(transformer),
+            "model_type": model_type,
+            "settings": architecture.settings,
+        },
+        {"do": "archive", "directory": str(initial), "config": config},
+        {"do": "train", "directory": str(trained), "config": from_archive(config, archive)},
+        {
+            "do": "outputs",
+            "directory": str(expected),
+            "archive_file": str(trained / "model.tar.gz"),
+            "data": str(data),
+        },
+    ]
+
+
+def run(
+    python: str, jobs: Sequence[Dict[str, Any]], directory: Path, packages: Sequence[str] = ()
+) -> None:
+    """Has the environment of 2022 do jobs."""
+    path = directory / "jobs.json"
+    path.write_text(json.dumps({"jobs": list(jobs), "packages": list(packages)}))
+    subprocess.run([python, "-W", "ignore", str(FORMER), str(path)], check=True, cwd=directory)
