@@ -36,6 +36,7 @@ SHIMS = {
     "allennlp.data.dataset_readers.dataset_reader": "ranks_in_spawned_loader_workers",
     f"{_EMBEDDERS}.pretrained_transformer_embedder": "late_settings_of_transformers",
     "allennlp.modules.transformer.transformer_module": "weights_of_today",
+    "allennlp.training.gradient_descent_trainer": "former_checkpoints",
     "allennlp.training.optimizers": "former_adamw",
     "allennlp_models.generation.models.bart": "former_cache_of_bart",
     "allennlp_models.rc.tools.narrativeqa": "former_imports_of_narrativeqa",

@@ -256,10 +256,24 @@ def ranks_in_spawned_loader_workers(module: ModuleType) -> Iterator[None]:
 def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
     Makes the modules of `allennlp.modules.transformer`, which look for `pytorch_model.bin` only,
-    read `model.safetensors` as well. A model that has both files is read from the former.
+    read `model.safetensors` as well. A model that has both files is read from the former. They also
+    get the settings of `config.json` as they are there: transformers 5 ties the weights of T5
+    whatever `tie_word_embeddings` says.
     """
     yield
     transformer_module: Any = module
+    construct = vars(transformer_module.TransformerModule)["from_pretrained_module"].__func__
+
+    @functools.wraps(construct)
+    def from_pretrained_module(
+        cls: Any, model_name: str, *args: Any, auto_config_kwargs: Any = None, **kwargs: Any
+    ) -> Any:
+        auto_config_kwargs = {**_overridden_settings(model_name), **(auto_config_kwargs or {})}
+        return construct(cls, model_name, *args, auto_config_kwargs=auto_config_kwargs, **kwargs)
+
+    transformer_module.TransformerModule.from_pretrained_module = classmethod(
+        from_pretrained_module
+    )
     of_class = vars(transformer_module.TransformerModule)["_get_pretrained_state_dict"].__func__
 
     @functools.wraps(of_class)
@@ -273,6 +287,19 @@ def weights_of_today(module: ModuleType) -> Iterator[None]:
         get_pretrained_state_dict
     )
     transformer_module.read_state_dict = _read_safetensors_too(transformer_module.read_state_dict)
+
+
+def _overridden_settings(model_name: str) -> Dict[str, Any]:
+    """Returns the settings of a `config.json` that the class of the config has overridden."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    written, _ = PretrainedConfig.get_config_dict(model_name)
+    config = AutoConfig.from_pretrained(model_name)
+    return {
+        name: value
+        for name, value in written.items()
+        if isinstance(value, (bool, int, float, str)) and getattr(config, name, value) != value
+    }
 
 
 def _weights_path(model_name: str) -> Optional[str]:
@@ -308,6 +335,18 @@ def _read_safetensors_too(read_state_dict: Callable[..., Any]) -> Callable[..., 
             return read_state_dict(path, *args, **kwargs)
 
     return read
+
+
+@contextmanager
+def former_checkpoints(module: ModuleType) -> Iterator[None]:
+    """Resumes a training that an environment of 2022 has begun."""
+    yield
+    from allennlp_deepspeed_import_hook import former_checkpoints
+
+    trainer: Any = module.GradientDescentTrainer  # type: ignore[attr-defined]
+    trainer._maybe_restore_checkpoint = former_checkpoints.by_name(
+        trainer._maybe_restore_checkpoint
+    )
 
 
 @contextmanager

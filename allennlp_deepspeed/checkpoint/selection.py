@@ -21,7 +21,7 @@ from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
 
-_ALLENNLP_CHECKPOINT = re.compile(r"(model|training)_state_e\d+_b\d+.*\.th$")
+_ALLENNLP_CHECKPOINT = re.compile(r"model_state_e(\d+)_b(\d+).*\.th$")
 
 
 class IntactCheckpoint(NamedTuple):
@@ -327,11 +327,18 @@ def refuse_allennlp_checkpoints(serialization_dir: str) -> None:
     """
     if not os.path.isdir(serialization_dir):
         return
-    for name in sorted(os.listdir(serialization_dir)):
-        if _ALLENNLP_CHECKPOINT.match(name):
-            raise CheckpointError(
-                f"{os.path.join(serialization_dir, name)} is a checkpoint of AllenNLP's own "
-                "trainer, from which the 'deepspeed' trainer can't resume. Finish that training "
-                'with "type": "gradient_descent", or start from its weights in another '
-                'serialization directory with "model": {"type": "from_archive", ...}.'
-            )
+    found = {name: _ALLENNLP_CHECKPOINT.match(name) for name in os.listdir(serialization_dir)}
+    numbers = {name: tuple(map(int, match.groups())) for name, match in found.items() if match}
+    if not numbers:
+        return
+    name = max(numbers, key=numbers.__getitem__)
+    archive = os.path.join(serialization_dir, f"{name.removesuffix('.th')}.tar.gz")
+    raise CheckpointError(
+        f"{os.path.join(serialization_dir, name)} is a checkpoint of AllenNLP's own trainer, from "
+        "which the 'deepspeed' trainer can't resume. Finish that training with \"type\": "
+        '"gradient_descent", or archive its weights, python -c "from allennlp.models import '
+        f'archive_model; archive_model({serialization_dir!r}, {name!r}, {archive!r})", and start '
+        'from them in another serialization directory with "model": {"type": "from_archive", '
+        f'"archive_file": "{archive}"}} and "vocabulary": {{"type": "from_files", "directory": '
+        f'"{archive}"}}.'
+    )

@@ -21,6 +21,7 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import (
     BEST_WEIGHTS_NAME,
     CheckpointDirectory,
 )
+from allennlp_deepspeed.checkpoint.selection import refuse_allennlp_checkpoints
 from allennlp_deepspeed.config.declared_keys import may_change
 from allennlp_deepspeed.launch import directory_lock
 
@@ -205,6 +206,7 @@ def accept_changes(params: Params, serialization_dir: Union[str, os.PathLike]) -
     differing = _differing_keys(params, recorded)
     fixed = [key for key in differing if not may_change(key)]
     if fixed:
+        refuse_allennlp_checkpoints(serialization_dir)
         raise ConfigurationError(
             f"A training must be resumed with its original config, {path}. Changed keys: "
             f"{_changes(params, recorded, fixed[:_MAX_NAMED])}"

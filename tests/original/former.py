@@ -13,12 +13,8 @@ import re
 import shutil
 import sys
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional
-
-os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
-warnings.filterwarnings("ignore")
 
 import torch
 import transformers
@@ -26,6 +22,7 @@ from allennlp.commands.train import train_model
 from allennlp.common import Params
 from allennlp.common.util import import_module_and_submodules, prepare_environment
 from allennlp.data import DatasetReader, Vocabulary
+from allennlp.data.data_loaders import SimpleDataLoader
 from allennlp.models import Model, archive_model, load_archive
 from allennlp.predictors import Predictor
 from allennlp.training.util import evaluate
@@ -117,8 +114,6 @@ def outputs(directory: str, archive_file: str, data: str, num_instances: int = 4
     for instance in instances:
         loaded.validation_dataset_reader.apply_token_indexers(instance)
     predictions = loaded.model.forward_on_instances(instances[:num_instances])
-    from allennlp.data.data_loaders import SimpleDataLoader
-
     loader = SimpleDataLoader(instances, 4, vocab=loaded.model.vocab)
     metrics = evaluate(loaded.model, loader, cuda_device=-1)
     written = {"predictions": predictions, "metrics": metrics}

@@ -1,6 +1,7 @@
 """What the environment of 2022 makes, as `former.py` reads it."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
@@ -25,10 +26,12 @@ def write_data(path: Path, num_lines: int = 24) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def classifier(transformer: Path, data: Path, name: str) -> Config:
+def classifier(transformer: Path, data: Path, name: str, load_weights: bool = True) -> Config:
     """A classifier of texts over a transformer, and its training with SGD and no randomness."""
     architecture = ARCHITECTURES[name]
-    embedder = {"type": "pretrained_transformer", "model_name": str(transformer)}
+    embedder: Config = {"type": "pretrained_transformer", "model_name": str(transformer)}
+    if not load_weights:
+        embedder["load_weights"] = False
     if architecture.sub_module is not None:
         embedder["sub_module"] = architecture.sub_module
     indexer = {
@@ -69,12 +72,14 @@ def from_archive(config: Config, archive: Path) -> Config:
     }
 
 
-def of_architecture(name: str, directory: Path, data: Path) -> List[Dict[str, Any]]:
+def of_architecture(
+    name: str, directory: Path, data: Path, load_weights: bool = True
+) -> List[Dict[str, Any]]:
     """The jobs that make a transformer, an archive, a training and what they put out."""
     architecture = ARCHITECTURES[name]
     model_type = architecture.model_type or name.removesuffix("-encoder")
     transformer, initial, trained, expected = (directory / name / part for part in PARTS)
-    config = classifier(transformer, data, name)
+    config = classifier(transformer, data, name, load_weights)
     archive = initial / "model.tar.gz"
     return [
         {
@@ -100,4 +105,6 @@ def run(
     """Has the environment of 2022 do jobs."""
     path = directory / "jobs.json"
     path.write_text(json.dumps({"jobs": list(jobs), "packages": list(packages)}))
-    subprocess.run([python, "-W", "ignore", str(FORMER), str(path)], check=True, cwd=directory)
+    command = [python, "-W", "ignore", str(FORMER), str(path)]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    subprocess.run(command, check=True, env={**os.environ, **offline})
