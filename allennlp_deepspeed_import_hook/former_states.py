@@ -14,7 +14,6 @@ import functools
 from typing import Any, Callable, Dict, FrozenSet, Mapping
 
 import torch
-import transformers
 from torch.nn.modules.module import Module
 
 StateDict = Dict[str, Any]
@@ -37,9 +36,16 @@ _FIXED_POSITIONS = ("sinusoidal_pos_embds", "sinusoidal_embeddings")
 _FROZEN = "_frozen_at_construction"
 
 
-def restore() -> None:
-    """Loads states of transformers 4 into modules of transformers, however they are loaded."""
-    base: Any = transformers.PreTrainedModel
+def restore(modeling_utils: Any) -> None:
+    """
+    Loads states of transformers 4 into modules of transformers, however they are loaded.
+
+    # Parameters
+
+    modeling_utils : `ModuleType`, required.
+        The module of transformers with the base class of models.
+    """
+    base = modeling_utils.PreTrainedModel
     if hasattr(base.post_init, "freezes_positions"):
         return
     # Also of modules that a model has taken out of their transformer.
@@ -53,7 +59,7 @@ def _adapting(load: Callable[..., None]) -> Callable[..., None]:
     def _load_from_state_dict(self: Any, state_dict: StateDict, prefix: str, *args: Any) -> None:
         # It is a copy, and those of the children are made of it.
         if _classes_of_transformers(type(self)):
-            if isinstance(self, transformers.PreTrainedModel):
+            if "PreTrainedModel" in _classes_of_transformers(type(self)):
                 _rename(self, state_dict, prefix)
                 _untie(self, state_dict, prefix)
             _load_buffers(self, state_dict, prefix)
@@ -131,6 +137,7 @@ def _freezing(post_init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(post_init)
     def freeze_positions(self: Any) -> None:
         post_init(self)
+        _refuse_ignored_settings(self)
         has_fixed = any(getattr(self.config, name, False) for name in _FIXED_POSITIONS)
         for module in self.modules():
             positions = getattr(module, "position_embeddings", None) if has_fixed else None
@@ -143,6 +150,20 @@ def _freezing(post_init: Callable[..., None]) -> Callable[..., None]:
 
     freeze_positions.freezes_positions = True  # type: ignore[attr-defined]
     return freeze_positions
+
+
+def _refuse_ignored_settings(model: Any) -> None:
+    positions = getattr(model.config, "position_embedding_type", None)
+    if not str(positions).startswith("relative_key"):
+        return
+    if not any(hasattr(module, "distance_embedding") for module in model.modules()):
+        from allennlp.common.checks import ConfigurationError
+
+        raise ConfigurationError(
+            f"The config of {type(model).__name__} has 'position_embedding_type': {positions!r}, "
+            "which transformers 5 ignores: its outputs would be others. Write a model with "
+            "'absolute' positions, or use transformers 4."
+        )
 
 
 def _keeping_frozen(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 _SAFETENSORS = "model.safetensors"
+# It takes long to import, and a command may not need it.
+_MODELS = "transformers.modeling_utils"
 
 
 @contextmanager
@@ -103,27 +105,27 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     Restores how transformers 4 loaded models: in fp32 unless `transformer_kwargs` sets a type, and
     so that they can be re-initialized. transformers 5 loads them in the type of the file, and its
     `_init_weights` skips weights that have been loaded.
-
-    Also restores what `former_states` has.
     """
     from allennlp_deepspeed_import_hook import saved_tokenizers
 
     yield
-    from allennlp_deepspeed_import_hook import former_states
-
-    former_states.restore()
     module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
     module.get_tokenizer = saved_tokenizers.as_saved(module.get_tokenizer)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def former_tokenizers(module: ModuleType) -> Iterator[None]:
-    """Restores what tokenizers, and modules of transformers, had in version 4."""
-    from allennlp_deepspeed_import_hook import former_names, former_tokenizers
+    """Restores what tokenizers, models and modules of transformers had in version 4."""
+    import allennlp_deepspeed_import_hook as hook
+    from allennlp_deepspeed_import_hook import former_names, former_states, former_tokenizers
 
     yield
     former_tokenizers.restore()
     former_names.restore()
+    if _MODELS in sys.modules:
+        former_states.restore(sys.modules[_MODELS])
+    else:
+        hook.SHIMS[_MODELS] = "former_models"
 
 
 @contextmanager
@@ -133,6 +135,16 @@ def former_names(module: ModuleType) -> Iterator[None]:
 
     yield
     former_names.add_to(module)
+
+
+@contextmanager
+def former_models(module: ModuleType) -> Iterator[None]:
+    """Restores the names of the module with the base class of models, and what models had."""
+    from allennlp_deepspeed_import_hook import former_names, former_states
+
+    yield
+    former_names.add_to(module)
+    former_states.restore(module)
 
 
 class AutoModelInFp32:

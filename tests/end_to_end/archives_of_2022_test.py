@@ -14,12 +14,14 @@ from typing import Any, Dict, List
 import pytest
 import torch
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.models import load_archive
 from allennlp.modules.transformer import T5
 from allennlp.nn import Initializer
 from allennlp.predictors import Predictor
 from transformers import (
     AutoModel,
+    BertConfig,
     DistilBertConfig,
     FSMTConfig,
     MarianConfig,
@@ -192,13 +194,26 @@ def test_fixed_positions_are_not_trained(config: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_weights_of_t5_are_tied_as_its_config_says(is_tied: bool, tmp_path: Path) -> None:
     config = T5Config(
-        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0
+        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, pad_token_id=0
     )
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": is_tied}))
+    settings = {"tie_word_embeddings": is_tied, "decoder_start_token_id": 0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     model = T5.from_pretrained_module(str(tmp_path), load_weights=False)
     assert (model.lm_head.weight is model.token_embeddings.weight) == is_tied
+
+
+def test_relative_positions_that_transformers_ignores_are_refused() -> None:
+    config = BertConfig(
+        vocab_size=20,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        position_embedding_type="relative_key",
+    )
+    with pytest.raises(ConfigurationError, match="position_embedding_type"):
+        AutoModel.from_config(config)
 
 
 def test_different_weights_are_not_loaded_into_one() -> None:

@@ -24,7 +24,6 @@ class Architecture(NamedTuple):
 
 
 _NO_EXTRA_POSITIONS = Architecture({"max_position_embeddings": 42})
-_ENCODER = Architecture(sub_module="encoder")
 
 ARCHITECTURES: Dict[str, Architecture] = {
     "albert": Architecture(),
@@ -81,7 +80,9 @@ ARCHITECTURES: Dict[str, Architecture] = {
     "longt5-encoder": Architecture({"local_radius": 4}, "encoder", "longt5"),
     "luke": Architecture({"entity_vocab_size": 20, "entity_emb_size": 16}),
     "m2m_100-encoder": Architecture({}, "encoder", "m2m_100"),
-    "marian": Architecture({"pad_token_id": 0, "decoder_vocab_size": 64}, "encoder"),
+    "marian-encoder": Architecture(
+        {"pad_token_id": 0, "decoder_vocab_size": 64}, "encoder", "marian"
+    ),
     "mbart": Architecture(),
     "megatron-bert": Architecture(),
     "mobilebert": Architecture({"true_hidden_size": 32, "intra_bottleneck_size": 32}),
@@ -106,7 +107,8 @@ ARCHITECTURES: Dict[str, Architecture] = {
     "squeezebert": Architecture(),
     "t5-encoder": Architecture({}, "encoder", "t5"),
     "visual_bert": Architecture(),
-    "xglm": Architecture({"attention_heads": 4}),
+    # Positions begin after the padding token's ID, which is 1 in all that are published.
+    "xglm": Architecture({"attention_heads": 4, "pad_token_id": 1}),
     "xlm": Architecture({"pad_index": 0, "pad_token_id": 0}),
     "xlm-roberta": _NO_EXTRA_POSITIONS,
     "xlm-roberta-xl": _NO_EXTRA_POSITIONS,

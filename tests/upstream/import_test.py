@@ -6,8 +6,10 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import huggingface_hub
+import torch
 import transformers
 from allennlp.common import cached_transformers
 from allennlp.data import DatasetReader
@@ -16,7 +18,7 @@ from allennlp.data.token_indexers import pretrained_transformer_indexer
 from allennlp.data.tokenizers import pretrained_transformer_tokenizer
 from allennlp.modules.token_embedders import pretrained_transformer_embedder
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
-from allennlp.training import optimizers
+from allennlp.training import gradient_descent_trainer, optimizers
 from overrides.signature import ensure_signature_is_compatible
 
 from tests.upstream.unpatched import worked_around_by
@@ -49,6 +51,29 @@ def test_tokenizers_and_models_have_changed() -> bool:
         _mentions(pretrained_transformer_tokenizer, ".encode_plus(")
         and _mentions(pretrained_transformer_indexer, ".build_inputs_with_special_tokens(")
         and _mentions(cached_transformers, "AutoTokenizer.from_pretrained")
+    )
+
+
+@worked_around_by("former_states")
+def test_states_of_transformers_4_have_unexpected_keys() -> bool:
+    """`tests/end_to_end/archives_of_2022_test.py` fails without the workaround."""
+    config = transformers.BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9)
+    model = transformers.BertModel(config)
+    state = {**model.state_dict(), "embeddings.position_ids": torch.arange(512)[None]}
+    as_it_is = torch.nn.Module._load_from_state_dict.__wrapped__  # type: ignore[attr-defined]
+    with mock.patch.object(torch.nn.Module, "_load_from_state_dict", as_it_is):
+        return model.load_state_dict(state, strict=False).unexpected_keys != []
+
+
+@worked_around_by("former_checkpoints")
+def test_the_order_of_parameters_has_changed_and_states_go_by_it() -> bool:
+    config = transformers.RobertaConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9)
+    names = [name for name, _ in transformers.RobertaModel(config).embeddings.named_parameters()]
+    kinds = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    # That of transformers 4.20.
+    former = ["word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm"]
+    return kinds != former and _mentions(
+        gradient_descent_trainer, 'self.optimizer.load_state_dict(training_state["optimizer"])'
     )
 
 
