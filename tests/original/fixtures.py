@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 from tests.original import jobs
 
@@ -33,33 +33,35 @@ def interrupted_training() -> Dict[str, Any]:
     return jobs.from_archive(config, DIRECTORY / "roberta/model.tar.gz")
 
 
-def main() -> None:
-    python = sys.argv[1]
-    shutil.rmtree(DIRECTORY, ignore_errors=True)
-    DIRECTORY.mkdir()
-    jobs.write_data(DATA)
-    with tempfile.TemporaryDirectory() as scratch:
-        made = [
-            job
-            for name in ARCHIVES
-            for job in jobs.of_architecture(name, DIRECTORY, DATA, load_weights=False)
-        ]
-        jobs.run(python, made, Path(scratch))
-        for name in ARCHIVES:
-            folder = DIRECTORY / name
-            shutil.move(folder / "trained/model.tar.gz", folder)
-            shutil.move(folder / "expected/outputs.json", folder)
-            for part in ("initial", "trained", "expected"):
-                shutil.rmtree(folder / part)
-            (folder / "transformer/pytorch_model.bin").unlink()
-        training = {
-            "do": "train",
-            "directory": str(INTERRUPTED),
-            "config": interrupted_training(),
-            "keeps_checkpoints": True,
+def make_archives(python: str) -> None:
+    """Of untrained models, whose weights are random."""
+    made: List[Dict[str, Any]] = []
+    for name in ARCHIVES:
+        transformer, archive, *_ = jobs.of_architecture(name, DIRECTORY, DATA, load_weights=False)
+        archive["directory"] = str(DIRECTORY / name)
+        outputs = {
+            "do": "outputs",
+            "directory": str(DIRECTORY / name),
+            "archive_file": str(DIRECTORY / name / "model.tar.gz"),
+            "data": str(DATA),
         }
+        made += [transformer, archive, outputs]
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs.run(python, made, Path(scratch))
+    for path in DIRECTORY.rglob("pytorch_model.bin"):
+        path.unlink()
+
+
+def interrupt_training(python: str) -> None:
+    """After two of three epochs. The weights of the third are those to arrive at."""
+    training = {
+        "do": "train",
+        "directory": str(INTERRUPTED),
+        "config": interrupted_training(),
+        "keeps_checkpoints": True,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
         jobs.run(python, [training], Path(scratch))
-    # Interrupted after two of three epochs; the weights of the third are those to arrive at.
     (INTERRUPTED / "model_state_e3_b0.th").rename(INTERRUPTED / "expected.th")
     kept = ("config.json", "expected.th", "meta.json", "model_state_e2_b0.th", "vocabulary")
     for path in INTERRUPTED.iterdir():
@@ -67,6 +69,15 @@ def main() -> None:
             path.unlink()
     for path in DIRECTORY.rglob(".lock"):
         path.unlink()
+
+
+def main() -> None:
+    python = sys.argv[1]
+    shutil.rmtree(DIRECTORY, ignore_errors=True)
+    DIRECTORY.mkdir()
+    jobs.write_data(DATA)
+    make_archives(python)
+    interrupt_training(python)
 
 
 if __name__ == "__main__":

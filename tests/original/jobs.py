@@ -73,30 +73,32 @@ def from_archive(config: Config, archive: Path) -> Config:
 
 
 def of_architecture(
-    name: str, directory: Path, data: Path, load_weights: bool = True
+    name: str, directory: Path, data: Path, load_weights: bool = True, trains: bool = True
 ) -> List[Dict[str, Any]]:
-    """The jobs that make a transformer, an archive, a training and what they put out."""
+    """
+    The jobs that make a transformer, an archive with random weights, a training from that, and what
+    the model that is trained, or else the archive's, puts out.
+    """
     architecture = ARCHITECTURES[name]
     model_type = architecture.model_type or name.removesuffix("-encoder")
     transformer, initial, trained, expected = (directory / name / part for part in PARTS)
     config = classifier(transformer, data, name, load_weights)
+    made = {
+        "do": "transformer",
+        "directory": str(transformer),
+        "model_type": model_type,
+        "settings": architecture.settings,
+    }
     archive = initial / "model.tar.gz"
-    return [
-        {
-            "do": "transformer",
-            "directory": str(transformer),
-            "model_type": model_type,
-            "settings": architecture.settings,
-        },
-        {"do": "archive", "directory": str(initial), "config": config},
-        {"do": "train", "directory": str(trained), "config": from_archive(config, archive)},
-        {
-            "do": "outputs",
-            "directory": str(expected),
-            "archive_file": str(trained / "model.tar.gz"),
-            "data": str(data),
-        },
-    ]
+    made_archive = {"do": "archive", "directory": str(initial), "config": config}
+    training = {"do": "train", "directory": str(trained), "config": from_archive(config, archive)}
+    outputs = {
+        "do": "outputs",
+        "directory": str(expected),
+        "archive_file": str(trained / "model.tar.gz" if trains else archive),
+        "data": str(data),
+    }
+    return [made, made_archive, *([training] if trains else []), outputs]
 
 
 def run(
