@@ -127,7 +127,9 @@ def _untie(model: Any, state_dict: StateDict, prefix: str) -> None:
         if value is None:
             continue
         other = first.setdefault(parameter, value)
-        if other is not value and other.shape == value.shape and not torch.equal(other, value):
+        if other.data_ptr() == value.data_ptr() or other.shape != value.shape:
+            continue
+        if not torch.equal(other, value):
             owner, _, own_name = name.rpartition(".")
             untied = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             setattr(model.get_submodule(owner), own_name, untied)
