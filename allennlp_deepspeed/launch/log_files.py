@@ -18,9 +18,10 @@ def tolerate_errors() -> Iterator[None]:
     """
     Context manager in which each log file of AllenNLP that can't be written is reported in a line.
     Python prints a traceback for each record. So are threads that end with an error of the system,
-    such as those of TensorBoard's writers, also after a training that has failed.
+    such as those of TensorBoard's writers. After a failure of the training they say nothing more.
     """
     prepare, report = common_logging.prepare_global_logging, threading.excepthook
+    has_failed = False
 
     def prepare_tolerant(*args: Any, **kwargs: Any) -> None:
         prepare(*args, **kwargs)
@@ -30,13 +31,16 @@ def tolerate_errors() -> Iterator[None]:
     def report_briefly(args: threading.ExceptHookArgs) -> None:
         if not isinstance(args.exc_value, OSError):
             report(args)
-            return
-        logger.warning("A thread ended with %r", args.exc_value)
-        logger.info("Its traceback:", exc_info=args.exc_value)
+        elif not has_failed:
+            logger.warning("A thread ended with %r", args.exc_value)
 
     threading.excepthook = report_briefly
-    with mock.patch.object(common_logging, "prepare_global_logging", prepare_tolerant):
-        yield
+    try:
+        with mock.patch.object(common_logging, "prepare_global_logging", prepare_tolerant):
+            yield
+    except BaseException:
+        has_failed = True
+        raise
     threading.excepthook = report
 
 
