@@ -289,7 +289,7 @@ class _Loading:
             current = self._originals.get(path, current)
         current = self._loaded.get(path, current)
         if kind in ("same", "view"):
-            return self._refer(kind, items, current)
+            return self._refer(kind, items, current, path)
         self._loaded[path] = self._decode_value(kind, items, current, path)
         return self._loaded[path]
 
@@ -332,11 +332,15 @@ class _Loading:
             values = self._decode_list(items, current, path)
         return _filled(base, current, values, in_place=is_owned)
 
-    def _refer(self, kind: str, reference: Any, current: Any) -> Any:
+    def _refer(self, kind: str, reference: Any, current: Any, path: Path) -> Any:
         if self._originals is not None:
             return current
         self._has_references = True
-        target = self._find(reference if kind == "same" else reference[0])
+        try:
+            target = self._find(reference if kind == "same" else reference[0])
+        except (LookupError, AttributeError):  # of another model
+            self.lost.append(path)
+            return current
         return target if kind == "same" else _view(target, *reference[1:], current)
 
     def _find(self, path: Path) -> Any:
