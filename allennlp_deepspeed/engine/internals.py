@@ -24,7 +24,11 @@ from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     is_zero_param,
 )
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    iter_params,
+)
+from deepspeed.utils import z3_leaf_module
 
 SUPPORTED_VERSION = "0.19"
 
@@ -339,6 +343,25 @@ def new_coordinator(offload: Any) -> PartitionedParameterCoordinator:
         fast_sharding_for_leaf_module=offload.fast_sharding_for_leaf_module,
         log_trace_cache_warnings=offload.log_trace_cache_warnings,
     )
+
+
+def parameters_of_hooks(module: torch.nn.Module) -> List[torch.nn.Parameter]:
+    """Returns the parameters that stage 3 gathers when this module is called."""
+    return list(iter_params(module, recurse=z3_leaf_module(module)))
+
+
+def calling_module() -> torch.nn.Module:
+    """Returns the module that has called the one whose forward pass ends."""
+    return _read(parameter_offload, "FWD_MODULE_STACK")[-2]
+
+
+def wrap_ends_of_forward(model: torch.nn.Module, offload: Any, wrap: Callable[..., Any]) -> None:
+    """Replaces each hook of stage 3 after a module's forward pass by `partial(wrap, hook)`."""
+    after_forward = {id(module._forward_hooks) for module in model.modules()}
+    for handle in _read(offload, "forward_hooks"):
+        hooks = handle.hooks_dict_ref()
+        if id(hooks) in after_forward:
+            hooks[handle.id] = partial(wrap, hooks[handle.id])
 
 
 @contextmanager

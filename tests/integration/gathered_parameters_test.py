@@ -1,14 +1,17 @@
 """
 Parameters that stay gathered at stage 3 are there for the backward pass, to be read and changed.
-Those that don't are prefetched.
+Those that don't are prefetched. Modules may return anything.
 """
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Optional
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +24,7 @@ from allennlp_deepspeed.language_modeling import CausalLM
 from tests.fixtures.callbacks import CountCommunication
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import assert_same_weights
-from tests.support.side_by_side import Side
+from tests.support.side_by_side import Batches, Side
 
 DIM = 8
 NUM_STEPS = 6  # of two epochs
@@ -107,6 +110,101 @@ def test_what_is_whole_stays_so_for_the_backward_pass(
     zero = {"stage3_param_persistence_threshold": threshold}
     sharded = Side(model, numbers_of, 3, zero=zero, **arguments).train()
     assert_same_weights(sharded, Side(model, numbers_of, **arguments).train())
+
+
+@dataclass(frozen=True)
+class Hidden:
+    states: torch.Tensor
+    kind: str = "hidden"
+
+
+class Squash(nn.Module):
+    """Returns its states as `as_output` makes them, which PyTorch finds by their graph alone."""
+
+    def __init__(self, as_output: Callable[["Squash", torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(DIM, DIM), nn.Parameter(torch.full((DIM,), 0.8))
+        self.as_output = as_output
+
+    def squash(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs).tanh() * self.scale
+
+    def store(self, inputs: torch.Tensor, output: Any) -> Any:
+        self.stored = self.squash(inputs)
+        return output
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.as_output(self, inputs)
+
+
+class Storing(nn.Module):
+    """Calls one that stores, and returns nothing either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Squash(lambda squash, x: squash.store(x, {}))
+
+    def forward(self, inputs: torch.Tensor) -> None:
+        self.inner(inputs)
+
+
+class Total(nn.Module):
+    """Computes what a generator yields."""
+
+    def forward(self, states: Any) -> torch.Tensor:
+        return torch.stack(list(states)).sum(0)
+
+
+OUTPUTS: Dict[str, Callable[[Squash, torch.Tensor], Any]] = {
+    **{
+        f"a {type(value).__name__}": partial(lambda value, squash, x: squash.store(x, value), value)
+        for value in (None, 0.5, "text", True, np.ones(2))
+    },
+    "dataclass": lambda squash, x: Hidden(squash.squash(x)),
+    "objects": lambda squash, x: (3, [SimpleNamespace(states=Hidden(squash.squash(x)))]),
+    "distribution": lambda squash, x: torch.distributions.Normal(squash.squash(x), 1.0),
+    "generator": lambda squash, x: (squash.squash(i * x) for i in range(2)),
+    "map": lambda squash, x: map(squash.squash, [x, 2 * x]),
+}
+
+
+class AnyOutput(Model):
+    """Calls modules with all of these outputs, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layers = nn.ModuleDict({name: Squash(output) for name, output in OUTPUTS.items()})
+        self.storing, self.total = Storing(), Total()
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, Any]:  # type: ignore[override]
+        states = inputs
+        for name, layer in self.layers.items():
+            states = states + self._states(name, layer(states), layer)
+        self.storing(states)
+        return {"loss": (states + self.storing.inner.stored).square().mean(), "kind": "any"}
+
+    def _states(self, name: str, output: Any, layer: Any) -> torch.Tensor:
+        if name == "generator":
+            return self.total(output)
+        if name == "map":
+            return sum(output)  # type: ignore[return-value]
+        if name == "dataclass":
+            return output.states
+        if name == "objects":
+            return output[1][0].states.states
+        return output.mean if name == "distribution" else layer.stored
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_modules_return_anything(world_size: int) -> None:
+    arguments: Any = {
+        "world_size": world_size,
+        "num_gradient_accumulation_steps": 2,
+        "validation_data_loader": Batches(numbers_of(7)),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    }
+    expected = Side(AnyOutput, numbers_of, **arguments).train()
+    assert_same_weights(Side(AnyOutput, numbers_of, 3, **arguments).train(), expected)
 
 
 class Momentum(Model):

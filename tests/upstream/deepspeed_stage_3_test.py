@@ -91,6 +91,37 @@ def test_a_parameter_that_is_read_is_gone_when_its_module_has_been_called() -> b
     return _fails(lambda: engine(torch.ones(1, 2)))
 
 
+@worked_around_by("engine.zero3.module_hooks.support_any_output")
+def test_a_module_cannot_return_a_number() -> bool:
+    class Number(nn.Module):
+        def forward(self, x: torch.Tensor) -> float:
+            return 1.0
+
+    return _fails(lambda: engine_of(nn.Sequential(linear(), Number()), 3)(torch.ones(1, 1)))
+
+
+@worked_around_by("engine.zero3.module_hooks.support_any_output")
+def test_parameters_of_a_module_that_returns_an_object_are_gone_in_the_backward_pass() -> bool:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return SimpleNamespace(states=x * self.scale)
+
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scaled = linear(2), Scaled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(self.layer(x)).states.sum()
+
+    engine = engine_of(Caller(), 3, zero={"stage3_param_persistence_threshold": 0})
+    return _fails(lambda: engine.backward(engine(torch.ones(1, 2))))
+
+
 @worked_around_by("engine.zero3.module_hooks.support_inference_mode")
 def test_parameters_become_tensors_of_inference_mode() -> bool:
     model = nn.Sequential(linear(2))

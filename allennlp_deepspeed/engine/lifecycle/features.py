@@ -376,6 +376,9 @@ FEATURES: Tuple[Feature, ...] = (
     ),
     # Hooks of stage 3. Those that wrap others come after them.
     Feature(
+        "outputs of any type", lambda s: module_hooks.support_any_output(s.initialized), _at_stage_3
+    ),
+    Feature(
         "copies without hooks",
         lambda s: internals.copy_modules_without_hooks(s.initialized.optimizer.parameter_offload),
         _at_stage_3,

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Tuple
 from unittest import mock
 
+import numpy as np
 import torch
 from deepspeed.runtime.zero import linear, parameter_offload
 
@@ -95,6 +96,57 @@ def keep_external_parameters() -> Iterator[None]:
 
     with mock.patch.object(parameter_offload, "register_external_parameter", register_active):
         yield
+
+
+def support_any_output(engine: DeepSpeedEngine) -> None:
+    """
+    Lets modules return anything. Parameters of a module whose output may depend on tensors that
+    DeepSpeed doesn't find, because they are in an object, computed later by a generator, or stored
+    by the module elsewhere, stay gathered until the forward and the backward pass of the module
+    that calls it end.
+
+    # Parameters
+
+    engine : `DeepSpeedEngine`, required.
+        An engine at stage 3.
+
+    Works around DeepSpeed 0.19.8: at stage 3 a module fails that returns a float, a string or a
+    generator. The backward pass of one that returns `None` or an object doesn't gather its
+    parameters. Gone when models with such modules train.
+    """
+    offload: Any = engine.optimizer.parameter_offload
+    internals.wrap_ends_of_forward(engine.module, offload, _end_forward)
+
+
+def _end_forward(hook: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    if not isinstance(output, torch.Tensor):
+        # Without gradients ranks may return different types.
+        parameters = internals.parameters_of_hooks(module) if torch.is_grad_enabled() else []
+        if parameters and _may_hide_tensors(output):
+            caller = internals.calling_module()
+            for parameter in filter(internals.is_sharded, parameters):
+                parameter_offload.register_external_parameter(caller, parameter)
+        if not isinstance(output, (tuple, list, dict)):
+            output = getattr(output, "__dict__", None)
+    return hook(module, inputs, output)
+
+
+def _may_hide_tensors(output: Any) -> bool:
+    leaves = list(_leaves(output))
+    has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return not has_tensor or not all(isinstance(leaf, _WITHOUT_HIDDEN) for leaf in leaves)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yields the values in the containers that DeepSpeed searches for tensors."""
+    if isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+_WITHOUT_HIDDEN = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type(None))
 
 
 @contextmanager
