@@ -215,7 +215,7 @@ def num_batches(data_loader: DataLoader) -> Optional[int]:
 
 def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
     """Returns the number of instances of a batch, or `None` if the data loader has no fixed one."""
-    sampler = getattr(data_loader, "batch_sampler", None)
+    sampler: Any = getattr(data_loader, "batch_sampler", None)
     # One of PyTorch's has it as an attribute of its loader, which is `None` for a user's.
     if hasattr(sampler, "get_batch_size"):
         return fixed_size(sampler.get_batch_size())

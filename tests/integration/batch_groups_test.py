@@ -1,5 +1,6 @@
 """Which batches an epoch has, on one worker and on several."""
 
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Type
 
 import pytest
@@ -15,6 +16,7 @@ from allennlp.data.fields import MetadataField
 from allennlp.data.samplers import BatchSampler, BucketBatchSampler
 from allennlp.models import Model
 
+from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.training.batch_groups import BatchGroups
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side, error_of_training
@@ -306,3 +308,69 @@ def test_a_validation_without_data_is_an_error(world_size: int):
     )
     for message in side.on_all_ranks(error_of_training):
         assert message.startswith("ConfigurationError: There was no validation batch")
+
+
+# PyTorch's loaders
+
+
+class OfPyTorch(torch.utils.data.DataLoader):
+    """With the one method that AllenNLP's trainer calls."""
+
+    def set_target_device(self, device: torch.device) -> None:
+        pass
+
+
+def of_pytorch(rank: int, num: int = 10, **arguments: Any) -> OfPyTorch:
+    arguments = {"batch_size": 3, "shuffle": True, **arguments}
+    return OfPyTorch(list(range(num + 2 * rank)), collate_fn=collate, **arguments)  # type: ignore[arg-type]
+
+
+def collate(numbers: List[int]) -> Dict[str, Any]:
+    return {"number": numbers}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        return iter(range(9 + 3 * self.rank))
+
+
+LOADERS: Dict[str, Any] = {
+    "shuffled": of_pytorch,
+    "in a worker": lambda rank: of_pytorch(rank, num_workers=1),
+    "a sampler's batches": lambda rank: of_pytorch(
+        rank, batch_sampler=[[0, 1], [2], [3, 4, 5]], batch_size=1, shuffle=False
+    ),
+    "a stream": lambda rank: OfPyTorch(Stream(rank), batch_size=3, collate_fn=collate),
+}
+
+
+@pytest.mark.parametrize("name, world_size", [*((name, 1) for name in LOADERS), ("shuffled", 2)])
+def test_loaders_of_pytorch_train_as_with_gradient_descent(name: str, world_size: int) -> None:
+    arguments: Any = {
+        "world_size": world_size,
+        "num_gradient_accumulation_steps": 2,
+        "validation_data_loader": of_pytorch(0, shuffle=False),
+    }
+    expected = Side(Parabola, LOADERS[name], **arguments).train()
+    assert_same_weights(Side(Parabola, LOADERS[name], 2, **arguments).train(), expected)
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_a_loader_of_pytorch_is_at_its_place_after_recovery(
+    tmp_path: Path, has_generator: bool
+) -> None:
+    def train(directory: Path, num_epochs: int) -> Dict[str, torch.Tensor]:
+        def loader(rank: int) -> OfPyTorch:
+            generator = torch.Generator().manual_seed(5) if has_generator else None
+            return of_pytorch(rank, generator=generator)
+
+        checkpointer = DeepSpeedCheckpointer(directory)
+        side = Side(Parabola, loader, 2, num_epochs=num_epochs, checkpointer=checkpointer)
+        return side.train(directory)
+
+    expected = train(tmp_path / "uninterrupted", 3)
+    train(tmp_path / "recovered", 1)
+    assert_same_weights(train(tmp_path / "recovered", 3), expected, tolerance=0)

@@ -4,7 +4,7 @@ Trains one small model with AllenNLP's trainer and with this package's, in forke
 
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Type, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Type
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ class Side:
 
     model : `Callable[[], Model]`
         Constructs it, on each worker.
-    batches : `Callable[[int], Union[List[Batch], DataLoader]]`
-        Those of a rank.
+    batches : `Callable[[int], Any]`
+        Those of a rank, a list or a loader.
     stage : `int`, optional (default = `None`)
         Of ZeRO. `None` for the "gradient_descent" trainer.
     world_size : `int`, optional (default = `1`)
@@ -75,7 +75,7 @@ class Side:
     def __init__(
         self,
         model: Callable[[], Model],
-        batches: Callable[[int], Union[List[Batch], DataLoader]],
+        batches: Callable[[int], Any],
         stage: Optional[int] = None,
         world_size: int = 1,
         is_constructed_partitioned: bool = False,
@@ -113,7 +113,7 @@ class Side:
         torch.manual_seed(7)
         batches = self.batches(rank)
         arguments = {
-            "data_loader": batches if isinstance(batches, DataLoader) else Batches(batches),
+            "data_loader": Batches(batches) if isinstance(batches, list) else batches,
             "num_epochs": 2,
             "cuda_device": -1,
             "serialization_dir": directory,
