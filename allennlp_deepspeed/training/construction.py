@@ -96,6 +96,7 @@ def construct(
         optimizer = optimizer.construct(model_parameters=parameters)
     elif optimizer is None and "optimizer" not in deepspeed_config.config:
         optimizer = Optimizer.default(parameters)
+    optimizer_check.check_type(optimizer)
     device = worker_device(arguments.cuda_device)
     batches_per_epoch = num_batches(data_loader)
     config = deepspeed_config.resolve(
@@ -125,6 +126,7 @@ def construct(
             if empty_groups:
                 groups.enter_context(_restore_empty_groups(wrapped_model.optimizer, empty_groups))
             schedule = _construct_part(
+                arguments,
                 arguments.learning_rate_scheduler,
                 optimizer=wrapped_model.optimizer,
                 num_epochs=arguments.num_epochs,
@@ -162,12 +164,14 @@ def _parts(
     trainable = [[name, p] for name, p in parameters if p.requires_grad]
     with access_allowed():
         # It copies each parameter's elements, which shards replace in the trainer.
-        moving_average = _construct_part(arguments.moving_average, parameters=trainable)
+        moving_average = _construct_part(arguments, arguments.moving_average, parameters=trainable)
     return {
-        "momentum_scheduler": _construct_part(arguments.momentum_scheduler, optimizer=optimizer),
+        "momentum_scheduler": _construct_part(
+            arguments, arguments.momentum_scheduler, optimizer=optimizer
+        ),
         "moving_average": moving_average,
-        "checkpointer": _construct_part(arguments.checkpointer, **directory),
-        "callbacks": [_construct_part(callback, **directory) for callback in callbacks],
+        "checkpointer": _construct_part(arguments, arguments.checkpointer, **directory),
+        "callbacks": [_construct_part(arguments, callback, **directory) for callback in callbacks],
     }
 
 
@@ -272,9 +276,12 @@ def _find_unused_parameters(ddp_accelerator: Optional[DdpAccelerator]) -> bool:
     )
 
 
-def _construct_part(part: Any, **arguments: Any) -> Any:
-    """Constructs a lazy part, and returns any other object unchanged."""
-    return part.construct(**arguments) if isinstance(part, Lazy) else part
+def _construct_part(arguments: TrainerArguments, part: Any, **given: Any) -> Any:
+    """
+    Constructs a lazy part of the arguments, which say in messages where it is. Returns any other
+    object unchanged.
+    """
+    return part.construct(**given) if isinstance(part, Lazy) else part
 
 
 def check_schedule(schedule: Any) -> None:
@@ -294,15 +301,25 @@ def check_schedule(schedule: Any) -> None:
         )
 
 
-def _unfreezes(part: Any) -> bool:
+def _unfreezes(schedule: Any) -> bool:
     """Returns whether a schedule, or one of its parts, unfreezes gradually."""
-    if isinstance(part, Lazy):
-        part = {**part._params.as_dict(quiet=True), **part._constructor_extras}
-    elif isinstance(part, Scheduler):
-        part = vars(part)
-    if isinstance(part, dict):
-        return part.get("gradual_unfreezing") is True or any(map(_unfreezes, part.values()))
-    return isinstance(part, (list, tuple)) and any(map(_unfreezes, part))
+    parts, seen = [schedule], {}
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:  # parts may refer to each other
+            continue
+        seen[id(part)] = part
+        if isinstance(part, Lazy):
+            part = {**part._params.as_dict(quiet=True), **part._constructor_extras}
+        elif isinstance(part, Scheduler):
+            part = vars(part)
+        if isinstance(part, dict):
+            if part.get("gradual_unfreezing") is True:
+                return True
+            parts.extend(part.values())
+        elif isinstance(part, (list, tuple)):
+            parts.extend(part)
+    return False
 
 
 def check_checkpointer(checkpointer: Any) -> None:

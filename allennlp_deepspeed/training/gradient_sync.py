@@ -19,6 +19,7 @@ from allennlp_deepspeed.engine.parameters.gradient_reduction import (
 )
 from allennlp_deepspeed.engine.parameters.shards import full_shape
 from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.zero3.module_calls import GradientRecord
 from allennlp_deepspeed.training import free_memory, gradient_average
 from allennlp_deepspeed.training.gradient_average import GradientAverage
 from allennlp_deepspeed.training.reduction_schedule import (
@@ -130,7 +131,12 @@ class GradientSynchronizer:
             usage = Usage.UNKNOWN if num_bytes <= free // 4 else Usage.SAME
         self._state = SyncPhase(usage, accumulates_apart=self._accumulators is not None)
         self._is_in_no_sync = False
-        self._ordered = OrderedReduction(self._reducer, self._state)
+        self._record: Optional[GradientRecord] = None
+        if stage < 3 and usage in (Usage.SAME, Usage.UNKNOWN) and dist.get_world_size() > 1:
+            # If the ranks' gradients differ, the collective may end the process before they agree.
+            names = {p: name for name, p in engine.module.named_parameters()}
+            self._record = GradientRecord([names[p] for p in self._parameters])
+        self._ordered = OrderedReduction(self._reducer, self._state, self._reduce)
         self._average = GradientAverage(self._parameters)
         self._hooks: List[RemovableHandle] = []
         self._add_hooks()
@@ -219,6 +225,8 @@ class GradientSynchronizer:
         try:
             self._reducer.start_micro_batch(is_last)
             self._ordered.start_micro_batch()
+            if self._record is not None:
+                self._record.start()
             yield
             if self._state.finish_passes():
                 self._reduce_rest()
@@ -302,8 +310,15 @@ class GradientSynchronizer:
                 if not needs_all:
                     continue
                 self._reducer.set_zero_gradient(parameter)
-            self._reducer.reduce(i)
+            self._reduce(i)
+        if self._record is not None:
+            self._record.finish()
         self._reducer.finish(state.is_last)
+
+    def _reduce(self, index: int) -> None:
+        if self._record is not None:
+            self._record.add(index)
+        self._reducer.reduce(index)
 
     def _refuse_step_without_gradient(self) -> None:
         """
@@ -341,10 +356,14 @@ class OrderedReduction:
 
     reducer : `GradientReducer`, required.
     state : `SyncPhase`, required.
+    reduce : `Callable[[int], None]`, required.
+        Reduces a gradient, given its index.
     """
 
-    def __init__(self, reducer: GradientReducer, state: SyncPhase) -> None:
-        self._reducer = reducer
+    def __init__(
+        self, reducer: GradientReducer, state: SyncPhase, reduce: Callable[[int], None]
+    ) -> None:
+        self._reduce = reduce
         self._state = state
         self._parameters = reducer.parameters
         self._num_parameters = len(reducer.parameters)
@@ -384,7 +403,7 @@ class OrderedReduction:
             if self._computed_in[i] == backward_pass:
                 if self._streams is not None:
                     self._wait_for_gradient(i, self._streams[i])
-                self._reducer.reduce(i)
+                self._reduce(i)
             elif self._computed_in[i] is None and self._is_computed_by_this_pass(i):
                 break
             i += 1

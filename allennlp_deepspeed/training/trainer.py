@@ -67,6 +67,7 @@ from allennlp_deepspeed.engine.process.interruption import (
     interrupted,
 )
 from allennlp_deepspeed.engine.process.worker_failure import NotANumberError
+from allennlp_deepspeed.engine.zero3.module_calls import describe_different_parameters
 from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
@@ -104,6 +105,7 @@ from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reduction_schedule import ReductionSchedule
 from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
 from allennlp_deepspeed.training.resume_state import ResumeState
+from allennlp_deepspeed.training.schedule_state import ScheduleState, has_parts
 from allennlp_deepspeed.training.step_extension import StepContext, StepExtensions, find_extensions
 from allennlp_deepspeed.training.step_metrics import StepMetrics
 from allennlp_deepspeed.training.step_status import StepStatus, all_reduce_status
@@ -795,12 +797,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         if self._nan_error is not None:
             raise self._nan_error
         if status.ranks_differ:
-            raise RuntimeError(
-                f"In one of the last {interval.num_steps} steps the workers used "
-                "different parameters of the model, whose gradients DeepSpeed can't reduce during "
-                'the backward pass. Write "distributed": {"ddp_accelerator": {"type": "torch", '
-                '"find_unused_parameters": true}, ...}.'
-            )
+            when = f"In one of the last {interval.num_steps} steps"
+            raise RuntimeError(describe_different_parameters(when))
         if status.has_changed_weights:
             self._weight_change_detector.raise_error()
         if status.metric_calls_differ:
@@ -858,8 +856,8 @@ class DeepSpeedTrainer(GradientDescentTrainer):
         parts: Dict[str, Optional[Stateful]] = {
             "progress": self._progress,
             "metric_tracker": self._metric_tracker,
-            "learning_rate_scheduler": self._learning_rate_scheduler,
-            "momentum_scheduler": self._momentum_scheduler,
+            "learning_rate_scheduler": _state_of(self._learning_rate_scheduler),
+            "momentum_scheduler": _state_of(self._momentum_scheduler),
             "moving_average": self._moving_average,
             "attributes": self._attributes,
             "gradient_scaler": self._gradient_step.scaler,
@@ -918,7 +916,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     length = _length(part) if num_epochs != self._num_epochs else {}
                     part.load_state_dict(state.trainer_state[name])
                     for attribute, value in length.items():
-                        setattr(part, attribute, value)
+                        setattr(getattr(part, "schedule", part), attribute, value)
         if self.best_weights.exist:
             self._best_model_filename = self.best_weights.path
         start = self._progress.resume_point
@@ -1391,8 +1389,15 @@ def _keep_group_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group.update(value)
 
 
+def _state_of(schedule: Optional[Scheduler]) -> Optional[Stateful]:
+    if schedule is None or not has_parts(schedule):
+        return schedule
+    return ScheduleState(schedule)
+
+
 def _length(part: Stateful) -> Dict[str, Any]:
     """Returns the length of a schedule that ends with the training."""
+    part = getattr(part, "schedule", part)
     if not isinstance(part, Scheduler):
         return {}
     # A run that is resumed with more epochs uses the schedule of the new number, and not that of

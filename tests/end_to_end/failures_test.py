@@ -62,6 +62,22 @@ def test_modules_that_are_called_unequally_often_are_named(
     assert run.returncode == 0, run.output[-3000:]
 
 
+@pytest.mark.parametrize("rank, reduce_bucket_size", [(0, 100), (1, 10**6)])
+def test_experts_that_one_worker_alone_uses_are_named(
+    tmp_path: Path, rank: int, reduce_bucket_size: int
+):
+    overrides = {"model.type": "tagger_with_experts", "model.rank": rank}
+    config = deepspeed(load_config("tagger", TWO_WORKERS, overrides), 2)
+    zero = config["trainer"]["deepspeed_config"]["zero_optimization"]
+    zero["reduce_bucket_size"] = reduce_bucket_size
+    run = train(config, tmp_path)
+    assert run.returncode == 1
+    assert "the workers used different parameters of the model" in run.output
+    assert "'experts." in run.output
+    assert '"find_unused_parameters": true' in run.output
+    assert "Traceback" not in run.output
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [

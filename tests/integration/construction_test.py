@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
+from allennlp.commands import train as train_command
 from allennlp.common import Lazy, Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.training import GradientDescentTrainer, Trainer
@@ -17,12 +18,12 @@ from allennlp.training.learning_rate_schedulers import (
 )
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
-from allennlp.training.optimizers import AdamOptimizer, Optimizer
+from allennlp.training.optimizers import AdamOptimizer, Optimizer, make_parameter_groups
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.integration.trainer_test import Task
-from tests.support.experiment import StateDict, assert_same_weights
+from tests.support.experiment import StateDict, assert_same_weights, load_config
 
 OFFLOAD = "zero_2_offload"
 
@@ -47,6 +48,72 @@ def from_config(task: Task, directory: Path, **keys: Any) -> DeepSpeedTrainer:
 def trained(trainer: DeepSpeedTrainer) -> StateDict:
     trainer.train()
     return trainer.model.state_dict()
+
+
+# an optimizer that something else constructs
+
+
+def adamw(model_parameters: List[List[Any]], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(make_parameter_groups(model_parameters), lr=lr)
+
+
+@Optimizer.register("by_new")
+class New(Optimizer):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return adamw(*args, **kwargs)
+
+    def __init__(self, model_parameters: List[List[Any]], lr: float) -> None:
+        """Tells AllenNLP the arguments."""
+
+
+@Optimizer.register("by_from_params")
+class Factory:
+    @classmethod
+    def from_params(cls, params: Params, model_parameters: Any, **extras: Any) -> Any:
+        return adamw(model_parameters, params.pop_float("lr"))
+
+
+@Optimizer.register("by_a_constructor", constructor="construct")
+class WithConstructor(Optimizer):
+    @classmethod
+    def construct(cls, model_parameters: List[List[Any]], lr: float) -> Any:
+        return adamw(model_parameters, lr)
+
+
+class Wrapper:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+@Optimizer.register("as_a_wrapper")
+class WrapperFactory(Factory):
+    @classmethod
+    def from_params(cls, params: Params, model_parameters: Any, **extras: Any) -> Any:
+        return Wrapper(super().from_params(params, model_parameters))
+
+
+def with_optimizer(name: str, trainer: str = "deepspeed") -> Params:
+    config = load_config("classifier", {"trainer.type": trainer, "trainer.cuda_device": -1})
+    config["trainer"].update(optimizer={"type": name, "lr": 0.01}, num_epochs=1, callbacks=[])
+    return Params(config)
+
+
+@pytest.mark.parametrize("name", ["by_new", "by_from_params", "by_a_constructor"])
+def test_a_factory_constructs_the_optimizer(tmp_path: Path, name: str) -> None:
+    train = train_command.train_model
+    expected = train(with_optimizer(name, "gradient_descent"), str(tmp_path / "expected"))
+    params = with_optimizer(name)
+    params["trainer"]["deepspeed_config"] = "zero_2"
+    actual = train(params, str(tmp_path / "actual"))
+    assert_same_weights(actual.state_dict(), expected.state_dict())
+
+
+def test_what_is_no_optimizer_is_refused(
+    tmp_path: Path, expect_message: Callable[[str], None]
+) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        train_command.train_model(with_optimizer("as_a_wrapper"), str(tmp_path))
+    expect_message(str(error.value))
 
 
 # an optimizer where its states are offloaded

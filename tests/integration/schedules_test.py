@@ -1,13 +1,14 @@
 """Schedules of AllenNLP set in each step what they set for `gradient_descent`."""
 
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 import torch
 from allennlp.common import Lazy, Params
 from allennlp.training import Trainer
 from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 
 from tests.integration.trainer_test import Task
 from tests.support.experiment import assert_same_weights
@@ -94,6 +95,44 @@ def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path) -> None:
     continued, _ = train(trainer, tmp_path / "b", num_epochs=4)
     assert len(begun) + len(continued) == len(expected)
     assert continued == expected[len(begun) :]
+
+
+class Halving(LearningRateScheduler):
+    """Halves the rate with each of its own epochs."""
+
+    def get_values(self) -> List[float]:
+        return [value * 0.5**self.last_epoch for value in self.base_values]
+
+
+@LearningRateScheduler.register("of_parts")
+class OfParts(LearningRateScheduler):
+    """Has the rates of parts, one of which refers back to it, and a list that contains itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.part, self.others = Halving(optimizer), [Halving(optimizer)]
+        self.part.whole, self.itself = self, {}
+        self.itself["itself"] = self.itself
+
+    def step(self, metric: Optional[float] = None) -> None:
+        self.part.step(metric)
+        if self.part.last_epoch % 2:
+            self.others[0].step(metric)
+        super().step(metric)
+
+    def get_values(self) -> List[float]:
+        return [a + b for a, b in zip(self.part.get_values(), self.others[0].get_values())]
+
+
+def test_a_schedule_may_refer_to_itself(tmp_path: Path) -> None:
+    schedule = {"learning_rate_scheduler": {"type": "of_parts"}}
+    check(schedule, 2, tmp_path)
+    trainer = {"type": "deepspeed", "checkpointer": {"type": "deepspeed"}, **schedule}
+    expected, expected_weights = train(trainer, tmp_path / "c", num_epochs=4)
+    begun, _ = train(trainer, tmp_path / "d", num_epochs=2)
+    continued, weights = train(trainer, tmp_path / "d", num_epochs=4)
+    assert continued == expected[len(begun) :]
+    assert_same_weights(weights, expected_weights)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -206,12 +206,14 @@ def _step_count(value: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 def registered_class(name: str) -> Type[torch.optim.Optimizer]:
     """
-    Returns the class of the optimizer that is registered with a name.
+    Returns the class of the optimizer that is registered with a name, or the base class of all
+    optimizers if that is a function, or another class, that constructs one.
 
     # Raises
 
     `ConfigurationError`
         If there is none.
     """
-    optimizer_class, _ = Optimizer.resolve_class_name(name)  # raises if there is none
-    return optimizer_class
+    found: Any = Optimizer.resolve_class_name(name)[0]  # raises if there is none
+    is_optimizer = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    return found if is_optimizer else torch.optim.Optimizer

@@ -159,6 +159,24 @@ def _check_placement(
     check_elementwise(f"'trainer.optimizer.type' is \"{name}\"", name, optimizer_class, config)
 
 
+def check_type(optimizer: Any) -> None:
+    """
+    Checks that what a user or a registered factory has constructed is an optimizer of PyTorch, or
+    `None`.
+
+    # Raises
+
+    `ConfigurationError`
+        If it is something else.
+    """
+    if not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
+        raise ConfigurationError(
+            f"'trainer.optimizer' is a {type(optimizer).__name__}, but DeepSpeed's engine shards "
+            "and steps only instances of torch.optim.Optimizer: make it a subclass, or use the "
+            "optimizer that it wraps."
+        )
+
+
 def check_elementwise(
     subject: str,
     name: str,

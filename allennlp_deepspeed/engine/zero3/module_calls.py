@@ -1,6 +1,6 @@
 """
-Records the modules that each rank calls in a forward pass, for the message if a rank fails at ZeRO
-stage 3.
+Records the modules that each rank calls in a forward pass at ZeRO stage 3, and the gradients that
+it reduces in a backward pass at stages 1 and 2, for the message if a rank fails.
 
 Each rank writes them to a file that outlives its process, because a collective with tensors of
 different sizes ends the process without an exception.
@@ -39,7 +39,10 @@ _record: Any = None
 
 
 class _Module(NamedTuple):
-    """The names and classes of the modules that contain a module, from the model to itself."""
+    """
+    The names and classes of the modules that contain a module, from the model to itself. A
+    parameter has no classes.
+    """
 
     names: List[str]
     classes: List[str]
@@ -97,14 +100,62 @@ def _write(modules: List[_Module], error_file: str) -> Any:
 
 
 def _record_call(index: int, is_model: bool, *_: Any) -> None:
-    if _record is None:  # a copied module, after the engine
-        return
-    number = 0 if is_model else _record[1] + 1
-    _record[0] += is_model
-    _record[1] = number
-    _record[2] = index
+    if _record is not None:  # otherwise a copied module, after the engine
+        _add(_record, index, is_model)
+
+
+def _add(record: Any, index: int, is_first: bool) -> None:
+    number = 0 if is_first else record[1] + 1
+    record[0] += is_first
+    record[1] = number
+    record[2] = index
     if number <= _MAX_CALLS:
-        _record[_HEADER + number] = index
+        record[_HEADER + number] = index
+
+
+class GradientRecord:
+    """
+    Records the gradients that this rank reduces, if an agent has started this process.
+
+    # Parameters
+
+    names : `List[str]`, required.
+        The names of all trainable parameters, the same on every rank.
+    """
+
+    def __init__(self, names: List[str]) -> None:
+        error_file = os.environ.get(ERROR_FILE)
+        entries = [_Module([name], []) for name in ("", *names, _NO_OTHER)]
+        self._end = len(names) + 1
+        self._record = _write(entries, error_file) if error_file else None
+
+    def start(self) -> None:
+        """Starts the backward pass of a micro-batch."""
+        if self._record is not None:
+            _add(self._record, 0, is_first=True)
+
+    def add(self, index: int) -> None:
+        """Records the gradient of a parameter, by its index in `names`, before it is reduced."""
+        if self._record is not None:
+            _add(self._record, index + 1, is_first=False)
+
+    def finish(self) -> None:
+        """Records that there is no other gradient."""
+        if self._record is not None:
+            _add(self._record, self._end, is_first=False)
+
+
+# The place of the end of a backward pass in messages.
+_NO_OTHER = "no other one"
+
+
+def describe_different_parameters(when: str, where: str = "") -> str:
+    """Describes what to write if workers use different parameters at ZeRO stages 1 and 2."""
+    return (
+        f"{when} the workers used different parameters of the model{where}, whose gradients "
+        'DeepSpeed can\'t reduce during the backward pass. Write "distributed": '
+        '{"ddp_accelerator": {"type": "torch", "find_unused_parameters": true}, ...}.'
+    )
 
 
 def _modules(
@@ -120,7 +171,7 @@ def _modules(
 def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
     """
     Explains a failure whose cause may be that ranks have gathered the parameters of different
-    modules.
+    modules, or reduced the gradients of different parameters.
 
     # Parameters
 
@@ -131,11 +182,14 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
 
     `Optional[str]`
         The change to make to the config, or `None` if this node has no records of several ranks in
-        the same forward pass.
+        the same pass, or if they have reduced the same gradients.
     """
     records = {rank: calls for rank, path in error_files.items() if (calls := _read(path))}
     if len(records) < 2 or len({calls[-1].num_passes for calls in records.values()}) > 1:
         return None
+    are_gradients = not next(iter(records.values()))[0].module.classes
+    if are_gradients:
+        return _explain_gradients(records)
     calls = _first_difference(list(records.values()))
     if calls is None:
         return (
@@ -162,6 +216,19 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
         'module around them as one: write "deepspeed_config": {"zero_optimization": {"stage": 3, '
         f'"leaf_module": {{"classes": ["{around[-1]}"]}}}}}}, or "stage": 2.'
     )
+
+
+def _explain_gradients(records: Dict[int, List[_Call]]) -> Optional[str]:
+    # A rank whose record ends earlier may not have come to the next gradient.
+    for calls in zip(*records.values()):
+        if any(call != calls[0] for call in calls):
+            names = [call.module.names[-1] for call in calls]
+            which = ", ".join(
+                f"{name if name == _NO_OTHER else repr(name)} on local rank {rank}"
+                for rank, name in zip(records, names)
+            )
+            return describe_different_parameters("In the last step", f" (next gradient: {which})")
+    return None
 
 
 def _first_difference(records: List[List[_Call]]) -> Optional[List[_Call]]:

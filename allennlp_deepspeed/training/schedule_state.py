@@ -1,0 +1,82 @@
+from typing import Any, Dict, Iterator, Tuple
+
+import torch
+from allennlp.training.scheduler import Scheduler
+
+# The entry of a `state_dict` with the states of the parts of a scheduler, by their paths.
+_PARTS = "parts of the scheduler"
+
+
+class ScheduleState:
+    """
+    State of a user's scheduler that has other schedulers among its attributes, which may refer to
+    each other. AllenNLP's `state_dict` contains these as objects, which checkpoints can't contain,
+    so they are saved by their own `state_dict`.
+
+    # Parameters
+
+    schedule : `Scheduler`, required.
+    """
+
+    def __init__(self, schedule: Scheduler) -> None:
+        self.schedule = schedule
+
+    def state_dict(self) -> Dict[str, Any]:
+        parts = self._parts()
+        state, *states = map(_plain_state, (self.schedule, *parts.values()))
+        return {**state, _PARTS: dict(zip(parts, states))}
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        states = state_dict.get(_PARTS, {})
+        for path, part in self._parts().items():
+            if path in states:
+                part.load_state_dict(states[path])
+        state = {key: value for key, value in state_dict.items() if key != _PARTS}
+        self.schedule.load_state_dict(state)
+
+    def _parts(self) -> Dict[str, Any]:
+        """Returns the parts by path, each once."""
+        parts: Dict[str, Any] = {}
+        seen, remaining = {id(self.schedule)}, [("", self.schedule)]
+        while remaining:
+            prefix, owner = remaining.pop()
+            for name, part in _attributes(owner):
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    parts[f"{prefix}{name}"] = part
+                    remaining.append((f"{prefix}{name}.", part))
+        return parts
+
+
+def has_parts(schedule: Any) -> bool:
+    """Returns whether a scheduler needs a `ScheduleState`."""
+    return any(True for _ in _attributes(schedule))
+
+
+def _attributes(owner: Any) -> Iterator[Tuple[str, Any]]:
+    """
+    Yields the parts in attributes of a scheduler, unless its class has a `state_dict` of its own.
+    """
+    if not isinstance(owner, Scheduler) or type(owner).state_dict is not Scheduler.state_dict:
+        return
+    for name, value in vars(owner).items():
+        if isinstance(value, dict):
+            items = [(f"{name}.{key}", item) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            items = [(f"{name}.{i}", item) for i, item in enumerate(value)]
+        else:
+            items = [(name, value)]
+        for path, item in items:
+            if _is_part(item):
+                yield path, item
+
+
+def _is_part(value: Any) -> bool:
+    is_stateful = all(hasattr(value, name) for name in ("state_dict", "load_state_dict"))
+    return is_stateful and not isinstance(value, (type, torch.optim.Optimizer))
+
+
+def _plain_state(part: Any) -> Dict[str, Any]:
+    """Returns the `state_dict` of a part without the attributes that have parts."""
+    without = {path.partition(".")[0] for path, _ in _attributes(part)}
+    return {key: value for key, value in part.state_dict().items() if key not in without}
