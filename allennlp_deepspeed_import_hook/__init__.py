@@ -29,6 +29,8 @@ _EMBEDDERS = "allennlp.modules.token_embedders"
 _READERS = "allennlp_models.structured_prediction.dataset_readers"
 SHIMS = {
     "allennlp": "uncompared_signatures",
+    "allennlp.commands.train": "package_of_the_trainer",
+    "allennlp.common.plugins": "command_without_a_plugin_file",
     "allennlp.common.cached_transformers": "former_transformers",
     # AllenNLP's only module that imports transformers whenever AllenNLP reads data.
     "allennlp.data.vocabulary": "former_tokenizers",

@@ -12,6 +12,7 @@ that transformers 5 has elsewhere. Gone when `transformers.generation_utils` and
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib
 import importlib.util
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 
 # By module and name: the module and the name where it is today.
 _MOVED: Dict[str, Dict[str, str]] = {
+    "allennlp.data": {},
+    "allennlp.data.data_loaders": {},
+    "allennlp.data.dataset_readers.dataset_reader": {},
+    "allennlp.data.samplers": {
+        name: f"torch.utils.data:{name}"
+        for name in (
+            *("RandomSampler", "SequentialSampler", "SubsetRandomSampler"),
+            "WeightedRandomSampler",
+        )
+    },
     "allennlp.common.util": {
         "import_submodules": "allennlp.common.util:import_module_and_submodules",
     },
@@ -34,7 +45,13 @@ _MOVED: Dict[str, Dict[str, str]] = {
     },
     "transformers": {
         "AdamW": "allennlp_deepspeed_import_hook.former_adamw:AdamW",
+        "DataCollatorForWholeWordMask": "allennlp_deepspeed_import_hook.former_collator:"
+        "DataCollatorForWholeWordMask",
         "MT5Tokenizer": "transformers:T5Tokenizer",
+    },
+    "transformers.data.data_collator": {
+        "DataCollatorForWholeWordMask": "allennlp_deepspeed_import_hook.former_collator:"
+        "DataCollatorForWholeWordMask",
     },
     "transformers.modeling_utils": {
         name: f"transformers.pytorch_utils:{name}"
@@ -63,6 +80,8 @@ _MOVED: Dict[str, Dict[str, str]] = {
 }
 
 _MOVED_MODULES = {
+    "allennlp.data.dataloader": "allennlp.data.data_loaders",
+    "allennlp.data.dataset": "allennlp.data.batch",
     "allennlp.data.tokenizers.token": "allennlp.data.tokenizers.token_class",
     "transformers.deepspeed": "transformers.integrations.deepspeed",
     "transformers.generation_logits_process": "transformers.generation.logits_process",
@@ -75,32 +94,52 @@ _OF_A_MODEL = re.compile(
     r"_(?P<model>\w+?)(?:_fast)?"
 )
 
+# A part of those that AllenNLP 2 or transformers 5 no longer has.
+_REMOVED_MODULES = re.compile(
+    r"allennlp\.data\.iterators|transformers\.data\.(?P<copied>metrics|processors)(\..*)?"
+)
+
 _COPY = "copy it from transformers 4 into your project"
+_LOADER = (
+    'write SimpleDataLoader(instances, batch_size=...), or "data_loader" in the config for what '
+    "a reader reads"
+)
 # What to write instead of what can't be restored, by name.
 _REMOVED: Dict[str, str] = {
+    "AllennlpDataset": "write list(reader.read(path))",
+    "AllennlpLazyDataset": "write reader.read(path)",
     "AutoModelWithLMHead": "write AutoModelForCausalLM, AutoModelForMaskedLM or "
     "AutoModelForSeq2SeqLM",
+    **dict.fromkeys(
+        (
+            *("DataProcessor", "InputExample", "InputFeatures", "PoolerEndLogits", "SQuADHead"),
+            *("SingleSentenceClassificationProcessor", "SquadExample", "SquadFeatures"),
+            *("SquadV1Processor", "SquadV2Processor", "glue_compute_metrics"),
+            *("glue_convert_examples_to_features", "glue_output_modes", "glue_processors"),
+            *("glue_tasks_num_labels", "squad_convert_examples_to_features"),
+            *("xnli_compute_metrics", "xnli_output_modes", "xnli_processors"),
+        ),
+        _COPY,
+    ),
+    "BasicBatchSampler": "write 'batch_size' of the data loader",
+    "BatchCallback": "write allennlp.training.callbacks.TrainerCallback, with on_batch",
     "BeamScorer": "write model.generate(num_beams=...), or AllenNLP's BeamSearch",
-    "InputExample": _COPY,
-    "InputFeatures": _COPY,
+    "EpochCallback": "write allennlp.training.callbacks.TrainerCallback, with on_epoch",
     "LineByLineTextDataset": "read the lines in a DatasetReader",
-    "PoolerEndLogits": _COPY,
-    "SQuADHead": _COPY,
+    "PyTorchDataLoader": _LOADER,
+    "Sampler": "write torch.utils.data.Sampler, or allennlp.data.BatchSampler to register it",
     "SequenceSummary": "write that of a model, such as models.xlnet.modeling_xlnet."
     "XLNetSequenceSummary",
     "SpecialTokensMixin": "write PreTrainedTokenizerBase",
-    "SquadExample": _COPY,
     "TRANSFORMERS_CACHE": "write huggingface_hub.constants.HF_HUB_CACHE",
     "TextDataset": "read the lines in a DatasetReader",
     "TransfoXLModel": "transformers no longer has Transformer-XL",
     "TransfoXLTokenizer": "transformers no longer has Transformer-XL",
     "cached_path": "write allennlp.common.file_utils.cached_path",
     "find_pruneable_heads_and_indices": "heads are no longer pruned: remove what calls it",
-    "glue_compute_metrics": _COPY,
     "is_tf_available": "TensorFlow is no longer supported: remove the call",
     "load_tf_weights_in_bert": "convert the checkpoint with transformers 4",
     "prune_layer": "write transformers.pytorch_utils.prune_linear_layer",
-    "squad_convert_examples_to_features": _COPY,
     "top_k_top_p_filtering": "write TopKLogitsWarper and TopPLogitsWarper",
 }
 _MODULES_OF_REMOVED = ("transformers.file_utils", "transformers.generation.utils")
@@ -116,6 +155,7 @@ def restore() -> None:
         return
     # The last, for modules that no other finder has.
     sys.meta_path.append(_FormerModules)
+    _restore_in_libraries()
     # Not of the module, which transformers replaces while models are imported.
     lazy: Any = type(transformers)
     get = lazy.__getattr__
@@ -129,8 +169,42 @@ def restore() -> None:
             hook.SHIMS[module_name] = "former_names"
 
 
+def _restore_in_libraries() -> None:
+    """Adds what numpy and spaCy have removed, which AllenNLP has imported."""
+    import numpy
+    import spacy
+    from spacy.errors import OLD_MODEL_SHORTCUTS
+
+    for name, today in _OF_NUMPY.items():
+        if name not in vars(numpy):
+            setattr(numpy, name, getattr(builtins, today, None) or getattr(numpy, today))
+    load = spacy.load
+
+    @functools.wraps(load)
+    def load_by_shortcut(name: Any, *args: Any, **kwargs: Any) -> Any:
+        shortcuts: Any = OLD_MODEL_SHORTCUTS
+        name = shortcuts.get(name, name) if isinstance(name, str) else name
+        return load(name, *args, **kwargs)
+
+    spacy.load = load_by_shortcut
+
+
+# Names of Python's and numpy's own types and functions, by their former names in numpy.
+_OF_NUMPY = {
+    **{name: name for name in ("bool", "complex", "float", "int", "object", "str")},
+    **{"unicode": "str", "float_": "float64", "complex_": "complex128", "unicode_": "str_"},
+    **{"string_": "bytes_", "Inf": "inf", "Infinity": "inf", "infty": "inf", "NaN": "nan"},
+    **{"NAN": "nan", "alltrue": "all", "sometrue": "any", "product": "prod"},
+    **{"cumproduct": "cumprod", "row_stack": "vstack", "trapz": "trapezoid"},
+}
+
+
 def add_to(module: ModuleType) -> None:
     """Adds the former names of a module, which are looked up when they are used."""
+    if module.__name__ == "transformers.modeling_utils":
+        from allennlp_deepspeed_import_hook import former_models
+
+        former_models.restore(module.PreTrainedModel)
     get = vars(module).get("__getattr__", functools.partial(_raise, module.__name__))
     module.__getattr__ = lambda name: _former(module.__name__, name, get)  # type: ignore[method-assign]
 
@@ -153,6 +227,10 @@ class _FormerModules:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
+        removed = _REMOVED_MODULES.fullmatch(name)
+        if removed is not None:
+            advice = _COPY if removed["copied"] else 'write "data_loader" in the config'
+            raise ModuleNotFoundError(f"{name} no longer exists: {advice}.", name=name)
         is_former = name in _MOVED_MODULES or name.startswith("transformers.")
         today = _name_of_today(name) if is_former else None
         if today is None:

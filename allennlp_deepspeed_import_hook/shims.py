@@ -25,6 +25,7 @@ from unittest import mock
 if TYPE_CHECKING:
     import torch
 
+_PACKAGE = "allennlp_deepspeed"
 _SAFETENSORS = "model.safetensors"
 # It takes long to import, and a command may not need it.
 _MODELS = "transformers.modeling_utils"
@@ -70,6 +71,62 @@ def _bases_with_the_method(get: Any, frame: Any, namespace: Dict[str, Any]) -> L
         method.__qualname__,
     )
     return [type("Former", (), {method.__name__: method})]
+
+
+@contextmanager
+def command_without_a_plugin_file(module: ModuleType) -> Iterator[None]:
+    """
+    Makes AllenNLP import the package as a plugin for its own command, `allennlp deepspeed`, and for
+    the list of commands. Other commands import it if a plugin file or `--include-package` names it.
+    """
+    yield
+    plugins: Any = module
+    discover_plugins = plugins.discover_plugins
+
+    @functools.wraps(discover_plugins)
+    def discover() -> Iterator[str]:
+        if sys.argv[1:2] in ([], ["-h"], ["--help"], ["deepspeed"]):
+            yield _PACKAGE
+        yield from discover_plugins()
+
+    plugins.discover_plugins = discover
+
+
+@contextmanager
+def package_of_the_trainer(module: ModuleType) -> Iterator[None]:
+    """
+    Refuses a config with the trainer or the train loop of the package if that isn't imported, which
+    AllenNLP reports after it has read the data. The package replaces this check by its own.
+    """
+    yield
+    command: Any = module
+    train_model = command.train_model
+
+    @functools.wraps(train_model)
+    def checked_train_model(params: Any, *args: Any, **kwargs: Any) -> Any:
+        included = [*args, *kwargs.values()]
+        if not any(isinstance(value, list) and _PACKAGE in value for value in included):
+            _check_imported(params)
+        return train_model(params, *args, **kwargs)
+
+    checked_train_model.without_package = train_model  # type: ignore[attr-defined]
+    command.train_model = checked_train_model
+
+
+def _check_imported(params: Any) -> None:
+    from allennlp.common.checks import ConfigurationError
+
+    trainer = params.get("trainer")
+    types = {
+        "trainer.type": trainer if isinstance(trainer, str) else (trainer or {}).get("type"),
+        "type": params.get("type"),
+    }
+    for key, value in types.items():
+        if value == "deepspeed" and _PACKAGE not in sys.modules:
+            raise ConfigurationError(
+                f"'{key}' is \"deepspeed\", but {_PACKAGE} isn't imported: add --include-package "
+                f"{_PACKAGE} to the command, or import it before `train_model`."
+            )
 
 
 @contextmanager

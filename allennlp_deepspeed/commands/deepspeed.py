@@ -22,9 +22,10 @@ class DeepSpeed(Subcommand):
     Command `allennlp deepspeed ...`: prepares trainings, and works with their checkpoints and
     metrics.
 
-    AllenNLP finds it if a file `.allennlp_plugins` in the working directory or
-    `~/.allennlp/plugins` names `allennlp_deepspeed`. `--include-package` is too late for a command:
-    AllenNLP imports these packages after it has parsed the arguments.
+    The import hook makes AllenNLP find it. Without the hook, a file `.allennlp_plugins` in the
+    working directory or `~/.allennlp/plugins` must name `allennlp_deepspeed`: `--include-package`
+    is too late for a command, because AllenNLP imports these packages after it has parsed the
+    arguments.
     """
 
     @override

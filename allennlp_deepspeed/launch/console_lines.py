@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Dict, Iterator, List
 
-from allennlp.common.plugins import discover_plugins
 from allennlp.common.util import SigTermReceived
 
 from allennlp_deepspeed.announcements import announce
@@ -19,13 +18,6 @@ from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirecto
 from allennlp_deepspeed.reports import console_handler as consoles
 
 logger = logging.getLogger(__name__)
-
-# `allennlp deepspeed` is a command of this package, and AllenNLP's don't have `--include-package`
-# before they are known.
-_PLUGIN_HINT = (
-    "  (`allennlp deepspeed` needs `echo allennlp_deepspeed >> .allennlp_plugins` in this "
-    "directory, once)"
-)
 
 
 @contextmanager
@@ -101,14 +93,11 @@ def _next_commands(directory: str, config: Dict[str, Any], arguments: Dict[str, 
         ["evaluate", archive, test, "--output-file", output, *included],
         ["predict", archive, "INPUT.jsonl", *included],
     ]
-    hints = []
     if find_spec("bokeh"):  # of the extra "report"
         commands.append(["deepspeed", "report", directory])
-        hints = [] if "allennlp_deepspeed" in discover_plugins() else [_PLUGIN_HINT]
     return [
         f"Model saved to {archive}. Next, for example:",
         *(f"  {shlex.join(['allennlp', *command])}" for command in commands),
-        *hints,
     ]
 
 

@@ -3,12 +3,15 @@
 import importlib
 import subprocess
 import sys
-from typing import Callable
+from pathlib import Path
+from typing import Any, Callable
 
 import allennlp.data  # noqa: F401
 import pytest
+import spacy
 import torch
 import transformers
+from transformers import BertConfig, BertForMaskedLM, BertModel, BertPreTrainedModel
 
 from tests.support.command import REPOSITORY
 
@@ -26,6 +29,11 @@ MOVED = [
         "allennlp.common.util",
         "import_module_and_submodules",
     ),
+    ("allennlp.data.dataset", "Batch", "allennlp.data", "Batch"),
+    ("allennlp.data.dataloader", "DataLoader", "allennlp.data", "DataLoader"),
+    ("allennlp.data.samplers", "RandomSampler", "torch.utils.data", "RandomSampler"),
+    ("numpy", "int", "builtins", "int"),
+    ("numpy", "float_", "numpy", "float64"),
     ("transformers", "MT5Tokenizer", "transformers", "T5Tokenizer"),
     ("transformers.modeling_bert", "BertModel", "transformers", "BertModel"),
     ("transformers.modeling_roberta", "RobertaModel", "transformers", "RobertaModel"),
@@ -81,6 +89,14 @@ def test_former_classes_of_models() -> None:
         "from transformers import AutoModelWithLMHead",
         "from transformers.file_utils import cached_path",
         "from transformers.modeling_utils import SequenceSummary",
+        "from transformers.data.metrics.squad_metrics import compute_exact",
+        "from transformers.data.processors.squad import SquadResult",
+        "from transformers import SquadV2Processor",
+        "from allennlp.training.trainer import EpochCallback, BatchCallback",
+        "from allennlp.data import PyTorchDataLoader",
+        "from allennlp.data.dataset_readers.dataset_reader import AllennlpDataset",
+        "from allennlp.data.samplers import Sampler",
+        "from allennlp.data.iterators import BucketIterator",
         "from transformers.modeling_utils import find_pruneable_heads_and_indices",
     ],
 )
@@ -90,6 +106,62 @@ def test_what_is_gone_is_named_with_what_to_write(
     with pytest.raises(ImportError) as error:
         exec(line)
     expect_message(str(error.value))
+
+
+class Ended(BertPreTrainedModel):
+    """A model of 2020, which ends its constructor by this method and computes its own masks."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.classifier = torch.nn.Linear(config.hidden_size, 2)
+        self.init_weights()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        mask = self.get_extended_attention_mask(attention_mask, input_ids.shape, input_ids.device)
+        assert self.get_head_mask(None, 2) == [None, None]
+        assert torch.equal(self.invert_attention_mask(attention_mask), mask)
+        embedded = self.bert.embeddings(input_ids)
+        return self.bert.encoder(embedded, attention_mask=mask)[0]
+
+
+def small_bert(**settings: Any) -> BertConfig:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    return BertConfig(num_attention_heads=2, max_position_embeddings=6, **sizes, **settings)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_subclass_has_what_pretrained_models_had(tmp_path: Path, is_decoder: bool) -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
+    mask = (ids > 0).long()
+    model = Ended(small_bert()).eval()
+    model.config.is_decoder = model.bert.config.is_decoder = False
+    expected = model.bert(ids, attention_mask=mask)[0]
+    assert torch.allclose(model(ids, mask)[mask > 0], expected[mask > 0], atol=1e-6)
+    if is_decoder:
+        model.config.is_decoder = True
+        causal = model.get_extended_attention_mask(mask, ids.shape)
+        assert (causal[0, 0] == 0).equal(torch.ones(4, 4).tril() > 0)
+    model.save_pretrained(tmp_path)
+    loaded = Ended.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["lm_labels", "masked_lm_labels"])
+def test_labels_have_a_former_name(name: str) -> None:
+    model, ids = BertForMaskedLM(small_bert()).eval(), torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(ids, **{name: ids}).loss, model(ids, labels=ids).loss)
+
+
+def test_a_model_of_spacy_is_loaded_by_its_shortcut(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="'en_core_web_sm'"):
+        spacy.load("en")
+
+
+def test_words_are_masked_as_a_whole() -> None:
+    collator = transformers.DataCollatorForWholeWordMask
+    assert issubclass(collator, transformers.DataCollatorForLanguageModeling)
+    assert collator.whole_word_mask
 
 
 def test_what_never_was_there_is_not() -> None:

@@ -53,6 +53,37 @@ def site_directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return site_directory
 
 
+WITHOUT_PLUGIN_FILE = """
+import sys
+from allennlp.commands import main
+for name in ("trainer.json", "train_loop.json"):
+    sys.argv = ["allennlp", "train", name, "-s", "out"]
+    try:
+        main()
+    except Exception as error:
+        print(error.message)
+print("allennlp_deepspeed" in sys.modules)
+sys.argv = ["allennlp", "deepspeed", "--version"]
+main()
+"""
+
+
+def test_the_command_is_there_and_the_trainer_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expect_message: Any
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    ours = {"type": "deepspeed"}
+    for name, config in (("trainer", {"trainer": ours}), ("train_loop", {**ours, "trainer": {}})):
+        config = {"train_data_path": "does not exist", **config}
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    code = "import allennlp_deepspeed_import_hook" + WITHOUT_PLUGIN_FILE
+    *_, trainer, train_loop, is_imported, version = _run("-c", code, cwd=tmp_path).splitlines()
+    expect_message(f"{trainer}\n{train_loop}")
+    assert is_imported == "False"
+    assert version.startswith("allennlp-deepspeed ")
+
+
 def _run(*arguments: Any, **kwargs: Any) -> str:
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(

@@ -19,7 +19,6 @@ PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
 # Those of others, and where they are; nowhere for the system's and Python's own.
 OF_OTHERS = {
     "deepspeed not in acceptable choices": (allennlp, "common/params.py"),
-    "'deepspeed' is not a registered name for 'Trainer'": (allennlp, "common/registrable.py"),
     "invalid choice: 'deepspeed'": None,
     "Plugin allennlp_deepspeed could not be loaded": (allennlp, "common/plugins.py"),
     "cannot import name 'HfFolder'": None,
