@@ -19,6 +19,7 @@ _INSTEAD = {
     "num_train_epochs": "write 'trainer.num_epochs'",
     "max_epochs": "write 'trainer.num_epochs'",
     "max_steps": "write 'data_loader.batches_per_epoch', in micro-batches, and 'num_epochs'",
+    "parameter_groups": "write 'trainer.optimizer.parameter_groups' (here it had no effect)",
     "lr": "write 'trainer.optimizer.lr'",
     "learning_rate": "write 'trainer.optimizer.lr'",
     "weight_decay": "write 'trainer.optimizer.weight_decay'",

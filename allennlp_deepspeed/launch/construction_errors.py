@@ -6,6 +6,7 @@ the key, which AllenNLP's messages leave out or give in part.
 import inspect
 import re
 import traceback
+from itertools import chain
 from types import FrameType
 from typing import Any, Dict, List, Optional
 
@@ -15,6 +16,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.key_validation import did_you_mean, unregistered
 from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement, replacement_of_list
+from allennlp_deepspeed.training.trainer_arguments import TrainerArguments
 
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
 
@@ -161,7 +163,9 @@ def _keys(frames: List[FrameType]) -> List[str]:
 
 def _names_of(lazy: Any, caller: FrameType) -> List[str]:
     """Returns the argument of the caller that is this object, by which the config names it."""
-    for name, value in caller.f_locals.items():
+    values = caller.f_locals.values()
+    scopes = [vars(value) for value in values if isinstance(value, TrainerArguments)]
+    for name, value in chain(*(scope.items() for scope in (*scopes, caller.f_locals))):
         if value is lazy:
             return [name]
         if isinstance(value, list) and any(item is lazy for item in value):

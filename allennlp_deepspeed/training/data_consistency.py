@@ -21,6 +21,8 @@ class _Setup(NamedTuple):
     """Values that must be equal on all ranks, by name."""
     counts: Dict[str, Optional[int]]
     """The number of instances that AllenNLP has given this rank of each data set."""
+    without_instance: List[str]
+    """The data sets of which this rank has read none."""
 
 
 def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[DataLoader]]) -> None:
@@ -51,7 +53,9 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
     if collectives.world_size() == 1:
         _check_not_empty([counts])
         return
-    own = _Setup(socket.gethostname(), {**_namespaces(vocab), **versions()}, counts)
+    without_instance = [name for name, loader in loaders.items() if _has_no_instance(loader)]
+    values = {**_namespaces(vocab), **versions()}
+    own = _Setup(socket.gethostname(), values, counts, without_instance)
     for name, loader in loaders.items():
         if type(loader) is MultiProcessDataLoader and _is_sharded_by_allennlp(loader.reader):
             size = _file_size(loader.data_path)
@@ -60,6 +64,14 @@ def check_same_data(vocab: Optional[Vocabulary], loaders: Dict[str, Optional[Dat
     _check_not_empty([setup.counts for setup in everyones])
     names = [f"rank {rank} ({setup.host})" for rank, setup in enumerate(everyones)]
     lines = differences([(name, setup.values) for name, setup in zip(names, everyones)])
+    empty = [
+        f"{name} has no instance of '{path}'"
+        for name, setup in zip(names, everyones)
+        for path in setup.without_instance
+    ]
+    if lines and empty and all(_is_even_split([s.counts[n] for s in everyones]) for n in loaders):
+        # The cause of the differences: a namespace may be added with the first instance.
+        raise ConfigurationError(f"{', '.join(empty)}: use fewer workers, or add instances.")
     for loader_name in loaders:
         counts = [setup.counts[loader_name] for setup in everyones]
         if not _is_even_split(counts):
@@ -105,6 +117,11 @@ def _is_sharded_by_allennlp(reader: DatasetReader) -> bool:
 def _file_size(path: Any) -> Optional[str]:
     is_file = isinstance(path, (str, os.PathLike)) and os.path.isfile(path)
     return f"{os.path.getsize(path):,} bytes" if is_file else None
+
+
+def _has_no_instance(loader: Optional[DataLoader]) -> bool:
+    instances = loader._instances if type(loader) is MultiProcessDataLoader else None
+    return instances is not None and len(instances) == 0
 
 
 def _num_sharded_instances(loader: Optional[DataLoader]) -> Optional[int]:

@@ -1,5 +1,6 @@
 """Ranks that have read other data are told."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Iterator, List
@@ -84,6 +85,20 @@ def test_other_numbers_of_instances_are_named_on_every_rank(
     for message in messages(check):
         assert f"aren't shares of the same data: {counts[0]} on rank 0 (" in message
         assert f", {counts[1]} on rank 1 (" in message
+
+
+def test_a_rank_without_an_instance_is_named_and_not_what_follows_from_it(
+    tmp_path: Path, expect_message: Any
+) -> None:
+    def check(rank: int) -> None:
+        vocab = Vocabulary()
+        if rank == 0:
+            vocab.add_token_to_namespace("token", "tags")
+        check_same_data(vocab, {"train_data_path": loader(Numbers(), tmp_path / str(rank), "1")})
+
+    message, other = messages(check)
+    assert message == other
+    expect_message(message.replace(socket.gethostname(), "host"))
 
 
 def test_files_of_which_a_reader_divides_the_lines_are_to_be_the_same(tmp_path: Path) -> None:
