@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, Callable, Dict, FrozenSet, Mapping
+from typing import Any, Callable, Dict, Mapping, Set
 
 import torch
 from torch.nn.modules.module import Module
@@ -20,15 +20,15 @@ StateDict = Dict[str, Any]
 
 # Buffers of transformers 4 that modules of version 5 don't have under any name, by the module's
 # class: causal masks, and numbers that are computed.
-_MASKS = frozenset({"bias", "masked_bias"})
-_OBSOLETE: Mapping[str, FrozenSet[str]] = {
+_MASKS = {"bias", "masked_bias"}
+_OBSOLETE: Mapping[str, Set[str]] = {
     "DecisionTransformerGPT2Attention": _MASKS,
     "GPT2Attention": _MASKS,
     "GPTJAttention": _MASKS,
-    "GPTNeoSelfAttention": frozenset({"masked_bias"}),
+    "GPTNeoSelfAttention": {"masked_bias"},
     "GPTNeoXAttention": _MASKS | {"rotary_emb.inv_freq"},
-    "ImageGPTAttention": frozenset({"masked_bias"}),
-    "LongformerEmbeddings": frozenset({"position_ids"}),
+    "ImageGPTAttention": {"masked_bias"},
+    "LongformerEmbeddings": {"position_ids"},
 }
 
 # Settings of configs with which a transformer has fixed positions, in `position_embeddings`.
@@ -58,30 +58,32 @@ def _adapting(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def _load_from_state_dict(self: Any, state_dict: StateDict, prefix: str, *args: Any) -> None:
         # It is a copy, and those of the children are made of it.
-        if _classes_of_transformers(type(self)):
-            if "PreTrainedModel" in _classes_of_transformers(type(self)):
+        classes = _classes_of_transformers(self)
+        if classes:
+            if "PreTrainedModel" in classes:
                 _rename(self, state_dict, prefix)
                 _untie(self, state_dict, prefix)
-            _load_buffers(self, state_dict, prefix)
+            _load_buffers(self, classes, state_dict, prefix)
         load(self, state_dict, prefix, *args)
 
     return _load_from_state_dict
 
 
-@functools.cache
-def _classes_of_transformers(cls: type) -> FrozenSet[str]:
-    return frozenset(
-        base.__name__ for base in cls.__mro__ if base.__module__.startswith("transformers.")
-    )
+def _classes_of_transformers(module: Any) -> Set[str]:
+    return {
+        base.__name__
+        for base in type(module).__mro__
+        if base.__module__.startswith("transformers.")
+    }
 
 
-def _load_buffers(module: Any, state_dict: StateDict, prefix: str) -> None:
+def _load_buffers(module: Any, classes: Set[str], state_dict: StateDict, prefix: str) -> None:
     """Takes the buffers that a module no longer saves out of a state."""
     for name in module._non_persistent_buffers_set:
         buffer, former = module._buffers.get(name), state_dict.get(f"{prefix}{name}")
         if buffer is not None and former is not None and _load_buffer(buffer, former):
             del state_dict[f"{prefix}{name}"]
-    for name in _classes_of_transformers(type(module)) & _OBSOLETE.keys():
+    for name in classes & _OBSOLETE.keys():
         for key in _OBSOLETE[name]:
             state_dict.pop(f"{prefix}{key}", None)
 
@@ -123,7 +125,7 @@ def _untie(model: Any, state_dict: StateDict, prefix: str) -> None:
     """Unties parameters of which a state has different values."""
     first: Dict[torch.nn.Parameter, Any] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        value = state_dict.get(f"{prefix}{name}")
+        value: Any = state_dict.get(f"{prefix}{name}")
         if value is None:
             continue
         other = first.setdefault(parameter, value)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from allennlp.data import DataLoader, DatasetReader, TokenIndexer, Tokenizer, Vocabulary
 from allennlp.training.metrics import Metric
+from typing_extensions import override
 
 from allennlp_deepspeed.engine import internals
 
@@ -71,6 +72,7 @@ class Opaque:
     def __init__(self, value: Any) -> None:
         self._value = value
 
+    @override
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Opaque) or isinstance(self._value, Iterator):
             return False  # the position of an iterator isn't known
@@ -220,8 +222,9 @@ class Encoding:
         is_module = isinstance(value, torch.nn.Module)
         if not is_module and _has_state_dict(value):
             state_dict = value.state_dict()
-            self.originals[(*path, "state_dict")] = state_dict  # else another may have its identity
-            node = self._encode(state_dict, (*path, "state_dict"))
+            path_of_state = (*path, "state_dict")
+            self.originals[path_of_state] = state_dict  # else another may have its identity
+            node = self._encode(state_dict, path_of_state)
             if node is not None and _is_complete(node):
                 return {f"state_dict {_name(value)}": {0: node}}
         is_known = is_module or isinstance(value, (Metric, *_NAMESPACES))

@@ -7,7 +7,7 @@ import copy
 import logging
 from collections import Counter, OrderedDict, deque
 from contextlib import contextmanager
-from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Set, Union
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
 import torch
@@ -185,11 +185,11 @@ class _Changes:
         self._keeps_objects = keeps_objects
         for name, state in states.items():
             of_owner = before.get(name, {})
-            changed = {
+            nodes = {
                 key: self._changed(node, of_owner.get(key), (name, key), keeps_objects)
                 for key, node in state.items()
             }
-            changed = {key: node for key, node in changed.items() if node is not None}
+            changed: State = {key: node for key, node in nodes.items() if node is not None}
             if changed:
                 self.states[name] = changed
 
@@ -341,7 +341,7 @@ class _Loading:
         except (LookupError, AttributeError):  # of another model
             self.lost.append(path)
             return current
-        return target if kind == "same" else _view(target, *reference[1:], current)
+        return target if kind == "same" else _view(target, reference[1:], current)
 
     def _find(self, path: Path) -> Any:
         for length in range(len(path), 0, -1):
@@ -435,7 +435,8 @@ def _write(current: Any, saved: Any) -> None:
     current.copy_(saved)
 
 
-def _view(owner: Any, dtype: str, offset: int, shape: Any, stride: Any, current: Any) -> Any:
+def _view(owner: Any, layout: Tuple[str, int, Any, Any], current: Any) -> Any:
+    dtype, offset, shape, stride = layout
     tensor = torch.from_numpy(owner) if isinstance(owner, np.ndarray) else owner.detach()
     view = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")), device=tensor.device)
     start = tensor.storage_offset() * tensor.element_size() // view.element_size()

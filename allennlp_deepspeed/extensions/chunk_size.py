@@ -5,7 +5,7 @@ Finds the largest chunk that fits into memory.
 import copy
 import logging
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Optional, TypeVar
+from typing import Any, Callable, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ def _restore_state(model: torch.nn.Module) -> Iterator[None]:
     `get_extra_state` of modules after forward passes.
     """
     random = random_states()
-    buffers = [
+    buffers: List[Tuple[torch.nn.Module, str, Any, Any]] = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()

@@ -20,7 +20,9 @@ from allennlp.modules.token_embedders import pretrained_transformer_embedder
 from allennlp.modules.transformer import TransformerEmbeddings, transformer_module
 from allennlp.training import gradient_descent_trainer, optimizers
 from overrides.signature import ensure_signature_is_compatible
+from tokenizers import Tokenizer
 
+from tests.support.saved_tokenizers import FOLDER
 from tests.upstream.unpatched import worked_around_by
 
 # Without these AllenNLP couldn't have been imported here.
@@ -52,6 +54,14 @@ def test_tokenizers_and_models_have_changed() -> bool:
         and _mentions(pretrained_transformer_indexer, ".build_inputs_with_special_tokens(")
         and _mentions(cached_transformers, "AutoTokenizer.from_pretrained")
     )
+
+
+@worked_around_by("saved_tokenizers")
+def test_transformers_replace_what_a_tokenizer_json_says() -> bool:
+    directory = FOLDER / "T5"
+    saved = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    loaded = transformers.AutoTokenizer.from_pretrained(directory).backend_tokenizer
+    return str(loaded.pre_tokenizer) != str(saved.pre_tokenizer)
 
 
 @worked_around_by("former_states")
