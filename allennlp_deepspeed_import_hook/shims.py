@@ -76,7 +76,7 @@ def _bases_with_the_method(get: Any, frame: Any, namespace: Dict[str, Any]) -> L
 @contextmanager
 def command_without_a_plugin_file(module: ModuleType) -> Iterator[None]:
     """
-    Makes AllenNLP import the package as a plugin for its own command, `allennlp deepspeed`, and for
+    Imports the package with AllenNLP's plugins for its own command, `allennlp deepspeed`, and for
     the list of commands. Other commands import it if a plugin file or `--include-package` names it.
     """
     yield
@@ -86,7 +86,7 @@ def command_without_a_plugin_file(module: ModuleType) -> Iterator[None]:
     @functools.wraps(discover_plugins)
     def discover() -> Iterator[str]:
         if sys.argv[1:2] in ([], ["-h"], ["--help"], ["deepspeed"]):
-            yield _PACKAGE
+            importlib.import_module(_PACKAGE)
         yield from discover_plugins()
 
     plugins.discover_plugins = discover

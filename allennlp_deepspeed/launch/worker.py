@@ -107,6 +107,10 @@ def run(
     process = _read_process(node, node_rank)
     os.environ.update({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC")})
     set_up_process(process)
+    devices = arguments["params"].as_dict(quiet=True)["distributed"]["cuda_devices"]
+    if all(device == -1 for device in devices):
+        # PyTorch's optimizers and pinned memory would create a context on the first GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _share_cores(node.num_workers)
     # Bars' default is a semaphore of the system's, which a worker that is killed leaves.
     tqdm.set_lock(threading.RLock())

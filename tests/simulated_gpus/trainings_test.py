@@ -127,7 +127,6 @@ def test_each_worker_uses_its_own_device_alone(machine: Machine, tmp_path: Path,
     assert not library_lines(run)
 
 
-@pytest.mark.xfail(reason="Something still creates a context on the first GPU.", strict=True)
 def test_workers_on_the_cpu_use_no_gpu(machine: Machine, tmp_path: Path) -> None:
     train(machine.allennlp, classifier(2, [-1, -1], ASYNCHRONOUS), tmp_path).check()
     assert not events(tmp_path / "log", "context")
