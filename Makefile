@@ -142,7 +142,7 @@ optimizers: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)
 	python -m tests.optimizers
 
 # `bash tests/original/environment.sh FOLDER python3.9` makes the environment, whose Python is
-# FOLDER/bin/python (10 minutes, 3 GB). The table is committed under benchmarks/results.
+# FOLDER/bin/python (10 minutes, 3 GB). The table is written under benchmarks/results.
 original: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)
 	$(if $(ORIGINAL),,$(error Write `make original ORIGINAL=FOLDER/bin/python`, that of tests/original/environment.sh))
 	python -m tests.original "$(ORIGINAL)"

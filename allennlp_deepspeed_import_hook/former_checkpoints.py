@@ -48,7 +48,9 @@ def _numpy_scalars() -> List[Any]:
     reconstruct, _ = np.float64(0).__reduce__()
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
     former: Tuple[Any, str] = (reconstruct, "numpy.core.multiarray.scalar")
-    return [reconstruct, former, np.dtype, *dtypes]
+    # The context would remove at its end what others have added.
+    others = torch.serialization.get_safe_globals()
+    return [each for each in (reconstruct, former, np.dtype, *dtypes) if each not in others]
 
 
 def _state_by_name(
@@ -74,6 +76,9 @@ def _state_by_name(
         names.setdefault(parameter, name)
         if name in positions:
             former[parameter] = min(positions[name], former.get(parameter, positions[name]))
+    order = [former.get(parameter) for parameter in names]
+    if None in order or order == sorted(order):  # type: ignore[type-var]
+        return state  # the order is the same, whatever the optimizer makes of it
     groups = []
     for group, saved in zip(optimizer.param_groups, state["param_groups"]):
         parameters = group["params"]

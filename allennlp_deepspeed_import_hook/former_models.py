@@ -7,6 +7,7 @@ attention masks that it has removed.
 from __future__ import annotations
 
 import functools
+import inspect
 from types import MappingProxyType
 from typing import Any, List, Optional
 
@@ -43,7 +44,10 @@ def _with_former_labels(call: Any) -> Any:
     def call_with_labels(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name in _LABELS:
             if name in kwargs and "labels" not in kwargs:
-                kwargs["labels"] = kwargs.pop(name)
+                # A project's own class may have it still.
+                known = inspect.signature(self.forward).parameters
+                if "labels" in known and name not in known:
+                    kwargs["labels"] = kwargs.pop(name)
         return call(self, *args, **kwargs)
 
     return call_with_labels

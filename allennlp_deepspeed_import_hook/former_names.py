@@ -173,16 +173,17 @@ def _restore_in_libraries() -> None:
     """Adds what numpy and spaCy have removed, which AllenNLP has imported."""
     import numpy
     import spacy
-    from spacy.errors import OLD_MODEL_SHORTCUTS
 
     for name, today in _OF_NUMPY.items():
         if name not in vars(numpy):
-            setattr(numpy, name, getattr(builtins, today, None) or getattr(numpy, today))
+            of_python = getattr(builtins, today, None)
+            value = of_python if isinstance(of_python, type) else getattr(numpy, today)
+            setattr(numpy, name, value)
     load = spacy.load
 
     @functools.wraps(load)
     def load_by_shortcut(name: Any, *args: Any, **kwargs: Any) -> Any:
-        shortcuts: Any = OLD_MODEL_SHORTCUTS
+        shortcuts: Any = getattr(spacy.errors, "OLD_MODEL_SHORTCUTS", {})
         name = shortcuts.get(name, name) if isinstance(name, str) else name
         return load(name, *args, **kwargs)
 

@@ -56,7 +56,9 @@ def restore(modeling_utils: Any) -> None:
 
 def _adapting(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
-    def _load_from_state_dict(self: Any, state_dict: StateDict, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self: Any, state_dict: StateDict, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         # It is a copy, and those of the children are made of it.
         classes = _classes_of_transformers(self)
         if classes:
@@ -64,7 +66,7 @@ def _adapting(load: Callable[..., None]) -> Callable[..., None]:
                 _rename(self, state_dict, prefix)
                 _untie(self, state_dict, prefix)
             _load_buffers(self, classes, state_dict, prefix)
-        load(self, state_dict, prefix, *args)
+        load(self, state_dict, prefix, *args, **kwargs)
 
     return _load_from_state_dict
 
@@ -107,12 +109,19 @@ def _rename(model: Any, state_dict: StateDict, prefix: str) -> None:
         for key, value in state_dict.items()
         if key.startswith(prefix)
     }
-    today = model.state_dict().keys()
-    if not former or former.keys() >= today or former.keys() <= today:
+    # Without values, which ZeRO stage 3 may have sharded.
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    today = {name for name, _ in named}
+    dtypes = {value.dtype for value in former.values() if value.is_floating_point()}
+    if not former or len(dtypes) != 1 or former.keys() >= today or former.keys() <= today:
         return
     with torch.random.fork_rng(devices=[]):
         renamed, info = type(model).from_pretrained(
-            None, config=copy.deepcopy(model.config), state_dict=former, output_loading_info=True
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=former,
+            dtype=dtypes.pop(),
+            output_loading_info=True,
         )
     if info["missing_keys"] or info["mismatched_keys"] or info["error_msgs"]:
         return

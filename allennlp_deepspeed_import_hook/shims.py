@@ -85,7 +85,11 @@ def command_without_a_plugin_file(module: ModuleType) -> Iterator[None]:
 
     @functools.wraps(discover_plugins)
     def discover() -> Iterator[str]:
-        if sys.argv[1:2] in ([], ["-h"], ["--help"], ["deepspeed"]):
+        is_command = os.path.basename(sys.argv[0]) == "allennlp" or sys.argv[0].endswith(
+            os.path.join("allennlp", "__main__.py")
+        )
+        lists_commands = is_command and sys.argv[1:2] in ([], ["-h"], ["--help"])
+        if lists_commands or sys.argv[1:2] == ["deepspeed"]:
             importlib.import_module(_PACKAGE)
         yield from discover_plugins()
 
@@ -114,15 +118,21 @@ def package_of_the_trainer(module: ModuleType) -> Iterator[None]:
 
 
 def _check_imported(params: Any) -> None:
+    from allennlp.commands.train import TrainModel
     from allennlp.common.checks import ConfigurationError
+    from allennlp.training import Trainer
 
     trainer = params.get("trainer")
-    types = {
-        "trainer.type": trainer if isinstance(trainer, str) else (trainer or {}).get("type"),
-        "type": params.get("type"),
+    types: Any = {
+        "trainer.type": (
+            Trainer,
+            trainer if isinstance(trainer, str) else (trainer or {}).get("type"),
+        ),
+        "type": (TrainModel, params.get("type")),
     }
-    for key, value in types.items():
-        if value == "deepspeed" and _PACKAGE not in sys.modules:
+    for key, (kind, value) in types.items():
+        # Another package may have a class of this name.
+        if value == "deepspeed" and value not in kind.list_available():
             raise ConfigurationError(
                 f"'{key}' is \"deepspeed\", but {_PACKAGE} isn't imported: add --include-package "
                 f"{_PACKAGE} to the command, or import it before `train_model`."

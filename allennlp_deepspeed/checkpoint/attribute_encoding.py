@@ -15,6 +15,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from allennlp.data import DataLoader, DatasetReader, TokenIndexer, Tokenizer, Vocabulary
 from allennlp.training.metrics import Metric
+from allennlp.training.scheduler import Scheduler
 from typing_extensions import override
 
 from allennlp_deepspeed.engine import internals
@@ -40,6 +42,8 @@ _NO_STATE = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type),
     *(functools.partial, io.IOBase, torch.device, weakref.ref, random.SystemRandom),
     *(DataLoader, DatasetReader, TokenIndexer, Tokenizer, Vocabulary),
+    # The trainer's, to which a callback may have the model refer.
+    *(torch.optim.Optimizer, Scheduler),
 )
 # The fields of their objects are known to them alone.
 _LIBRARIES = frozenset(
@@ -49,7 +53,9 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _OF_TENSORS = ("_parameters", "_buffers", "_modules")
 _NOT_OURS = frozenset({*vars(torch.nn.Module()), "_flat_weights", "_flat_weight_refs"})
 # Counters of ZeRO-3 for gathering and releasing parameters.
-_DEEPSPEED_PREFIXES = ("ds_", "applied_pre_backward_ref_cnt")
+_DEEPSPEED_PREFIXES = (
+    *("ds_", "applied_pre_backward_ref_cnt", "_external_params", "_original_parameters"),
+)
 # Whether transformers has installed hooks that capture hidden states, which it does in the first
 # forward pass of a process.
 _OF_PROCESS = frozenset({"_output_capturing_hooks_installed"})
@@ -164,11 +170,23 @@ class Encoding:
         return state
 
     def _encode_attribute(self, value: Any, path: Path) -> Optional[Node]:
-        self._num_left = _MAX_VALUES
+        self._num_left, mark = _MAX_VALUES, self._mark()
         try:
             return self._encode(value, path)
         except _TooLarge:
+            self._forget_since(mark)
             return {"opaque": Opaque((type(value), operator.length_hint(value, 0)))}
+
+    def _mark(self) -> Tuple[int, int, int]:
+        return len(self._paths), len(self.originals), len(self._spans)
+
+    def _forget_since(self, mark: Tuple[int, int, int]) -> None:
+        """Forgets the paths of values that aren't saved, so that no other refers to them."""
+        dictionaries: Tuple[Dict[Any, Any], ...] = (self._paths, self.originals)
+        for found, size in zip(dictionaries, mark):
+            while len(found) > size:
+                found.popitem()
+        del self._spans[mark[2] :]
 
     def _encode(self, value: Any, path: Path) -> Optional[Node]:
         self._num_left -= 1
@@ -203,7 +221,7 @@ class Encoding:
     def _encode_items(self, items: Iterable[Tuple[Any, Any]], path: Path) -> State:
         return {key: self._encode(value, (*path, key)) for key, value in items}
 
-    def _encode_container(self, value: Any, path: Path) -> Node:
+    def _encode_container(self, value: Any, path: Path) -> Optional[Node]:
         kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         base = kind.__name__ if type(value) is kind else f"{kind.__name__} {_name(value)}"
         if kind is dict:
@@ -211,7 +229,10 @@ class Encoding:
                 return {"opaque": Opaque((type(value), len(value)))}
             if len(value) > _MAX_KEYS and _are_plain(value.values()):
                 return {f"plain {base}": value}
-            return {base: self._encode_items(list(value.items()), path)}
+            items = self._encode_items(list(value.items()), path)
+            # Such as the hooks of an optimizer, whose keys are numbers of this process.
+            has_no_state = items and all(item is None for item in items.values())
+            return None if has_no_state else {base: items}
         if kind is not tuple and _are_plain(value):
             return {f"plain {base}": value}
         if kind in (set, frozenset):
@@ -221,17 +242,23 @@ class Encoding:
     def _encode_object(self, value: Any, path: Path) -> Node:
         is_module = isinstance(value, torch.nn.Module)
         if not is_module and _has_state_dict(value):
-            state_dict = value.state_dict()
-            path_of_state = (*path, "state_dict")
-            self.originals[path_of_state] = state_dict  # else another may have its identity
-            node = self._encode(state_dict, path_of_state)
-            if node is not None and _is_complete(node):
+            mark, node = self._mark(), self._encode_state_dict(value, (*path, "state_dict"))
+            if _is_complete(node):
                 return {f"state_dict {_name(value)}": {0: node}}
+            self._forget_since(mark)
         is_known = is_module or isinstance(value, (Metric, *_NAMESPACES))
         fields = _fields_with_tensors(value) if is_module else fields_of(value)
         if not fields or not (is_known or not is_of_library(value)):
             return {"opaque": Opaque(value)}
         return {f"object {_name(value)}": self._encode_items(fields.items(), path)}
+
+    def _encode_state_dict(self, value: Any, path: Path) -> Optional[Node]:
+        try:
+            state_dict = value.state_dict()
+        except Exception:  # of a user's method, which may need arguments
+            return None
+        self.originals[path] = state_dict  # else another may have its identity
+        return self._encode(state_dict, path)
 
     def _encode_tensor(self, value: Union[torch.Tensor, np.ndarray], path: Path) -> Node:
         first = self._paths.setdefault(id(value), path)
@@ -245,7 +272,8 @@ class Encoding:
             is_number = value.dtype.isnative and value.dtype.kind in "biufc"
             # PyTorch can't refer to others.
             if is_number and value.flags.writeable and min(value.strides, default=0) >= 0:
-                self._add_span(torch.from_numpy(value), path, node)
+                with suppress(TypeError, ValueError):
+                    self._add_span(torch.from_numpy(value), path, node)
             return node
         kind = "value" if value.device.type == "cpu" else "device_value"
         node = {kind: value.detach()}
@@ -387,7 +415,8 @@ def _is_complete(node: Optional[Node]) -> bool:
         return False
     ((kind, items),) = node.items()
     if isinstance(items, dict) and not kind.startswith(("plain", "generator")):
-        return kind in ("dict", "list", "tuple") and all(map(_is_complete, items.values()))
+        is_constructed = kind in ("dict", "dict OrderedDict", "dict Counter", "list", "tuple")
+        return is_constructed and all(map(_is_complete, items.values()))
     return not isinstance(items, Opaque)
 
 

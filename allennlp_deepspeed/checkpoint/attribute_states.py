@@ -115,7 +115,9 @@ class AttributeStates:
             yield
         finally:
             for name, owner in self._owners().items():
-                for field in self._fields()[name].keys() - names.get(name, set()):
+                fields = self._fields()[name].keys()
+                # One that a forward pass has made stays as it is.
+                for field in fields - names.get(name, fields):
                     delattr(owner, field)
             after = self.fingerprints()
             changed = _Changes(states, after, keeps_objects=True).states
@@ -186,7 +188,9 @@ class _Changes:
         for name, state in states.items():
             of_owner = before.get(name, {})
             nodes = {
-                key: self._changed(node, of_owner.get(key), (name, key), keeps_objects)
+                key: self._changed(
+                    node, fingerprint(node), of_owner.get(key), (name, key), keeps_objects
+                )
                 for key, node in state.items()
             }
             changed: State = {key: node for key, node in nodes.items() if node is not None}
@@ -194,13 +198,13 @@ class _Changes:
                 self.states[name] = changed
 
     def _changed(
-        self, node: Optional[Node], before: Any, path: Path, exists: bool
+        self, node: Optional[Node], after: Any, before: Any, path: Path, exists: bool
     ) -> Optional[Node]:
         """
-        Returns the changed part. `exists` is whether loading has an object of the same class, even
-        if `before` has none.
+        Returns the changed part. `after` and `before` are fingerprints, and `exists` is whether
+        loading has an object of the same class, even if `before` has none.
         """
-        if node is None or fingerprint(node) == before:
+        if node is None or after == before:
             return None
         ((kind, items),) = node.items()
         base, _, class_name = kind.removeprefix("plain ").partition(" ")
@@ -217,7 +221,11 @@ class _Changes:
         exists = self._keeps_objects or class_name == "defaultdict"
         changed = {
             key: self._changed(
-                item, before_items.get(key), path if base == "buffer" else (*path, key), exists
+                item,
+                after[1][key],
+                before_items.get(key),
+                path if base == "buffer" else (*path, key),
+                exists,
             )
             for key, item in items.items()
         }
@@ -313,7 +321,8 @@ class _Loading:
             return type(current)[items]
         if base == "some":  # in a checkpoint of an earlier version
             for key, node in items.items():
-                self._decode(node, current[key], (*path, key))
+                exists = key in current if isinstance(current, dict) else key < len(current or ())
+                self._decode(node, current[key] if exists else None, (*path, key))
             return current
         if base == "generator":
             _set_generator(current, items)

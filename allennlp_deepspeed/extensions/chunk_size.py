@@ -108,7 +108,7 @@ def _restore_state(model: torch.nn.Module) -> Iterator[None]:
     Context manager that restores metrics, buffers, attributes, random states and the
     `get_extra_state` of modules after forward passes.
     """
-    random = random_states()
+    random, modules = random_states(), list(model.modules())
     buffers: List[Tuple[torch.nn.Module, str, Any, Any]] = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
@@ -123,7 +123,7 @@ def _restore_state(model: torch.nn.Module) -> Iterator[None]:
         with AttributeStates(model).restored():
             yield
     finally:
-        for module in model.modules():
+        for module in modules:
             for name in module._buffers.keys() - {n for m, n, *_ in buffers if m is module}:
                 delattr(module, name)
         for module, name, buffer, value in buffers:

@@ -341,7 +341,12 @@ class GradCache(StepExtension):
         """
         self._is_checked = True
         after = _attributes(self._model)
-        changed = [name for name in after if after[name] != attributes.get(name, after[name])]
+        changed = [
+            name
+            for name, value in after.items()
+            # The position of an iterator isn't known.
+            if value == value and value != attributes.get(name, value)
+        ]
         encode = f"`encode` of {type(self._model).__name__}"
         if changed:
             raise ConfigurationError(

@@ -10,6 +10,8 @@ from unittest import mock
 
 from allennlp.common import logging as common_logging
 
+from allennlp_deepspeed.engine.process.worker_failure import describe_full_disk
+
 logger = logging.getLogger(__name__)
 
 
@@ -17,7 +19,7 @@ logger = logging.getLogger(__name__)
 def tolerate_errors() -> Iterator[None]:
     """
     Context manager in which each log file of AllenNLP that can't be written is reported in a line.
-    Python prints a traceback for each record. So are threads that end with an error of the system,
+    Python prints a traceback for each record. So are threads that end because the disk is full,
     such as those of TensorBoard's writers. After a failure of the training they say nothing more.
     """
     prepare, report = common_logging.prepare_global_logging, threading.excepthook
@@ -29,7 +31,7 @@ def tolerate_errors() -> Iterator[None]:
             handler.handleError = partial(_handle_error, handler)  # type: ignore[method-assign]
 
     def report_briefly(args: threading.ExceptHookArgs) -> None:
-        if not isinstance(args.exc_value, OSError):
+        if describe_full_disk(args.exc_value) is None:
             report(args)
         elif not has_failed:
             logger.warning("A thread ended with %r", args.exc_value)

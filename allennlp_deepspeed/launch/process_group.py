@@ -24,6 +24,9 @@ from allennlp_deepspeed.engine.process.worker_failure import RendezvousError
 from allennlp_deepspeed.launch import rendezvous
 from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
 
+DUMP_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
+"""The variable from which NCCL reads the name of its files."""
+
 # Between two looks of rank 0 at who has joined.
 _POLL_SECONDS = 0.02
 
@@ -34,7 +37,7 @@ def collectives_prefix(serialization_dir: str) -> str:
     it ends a process.
     """
     default = os.path.join(serialization_dir, "collectives_rank_")
-    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE", default)
+    return os.environ.get(DUMP_VARIABLE, default)
 
 
 def start(

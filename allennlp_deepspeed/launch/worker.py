@@ -187,6 +187,8 @@ def train(
         stack.enter_context(log_files.tolerate_errors())
         directory = None
         if process is not None:
+            if process_group.DUMP_VARIABLE not in os.environ:
+                stack.callback(os.environ.pop, process_group.DUMP_VARIABLE, None)
             store_of_workers, directory = _join_process_group(config, arguments, process)
             store = store_of_workers if store is None else store
         is_leader = directory is None or directory.is_leader
@@ -285,7 +287,7 @@ def _join_process_group(
     os.register_at_fork(after_in_child=_exit_with_parent)
     distributed = config["distributed"]
     prefix = process_group.collectives_prefix(arguments["serialization_dir"])
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = prefix
+    os.environ[process_group.DUMP_VARIABLE] = prefix
     store = process_group.start(
         process,
         distributed["cuda_devices"][process.local_rank],

@@ -5,6 +5,8 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from allennlp_deepspeed.engine.lifecycle.activation_checkpointing import in_place_version
+
 # Types of values that belong to all examples of a batch, such as AllenNLP's `FlagField`.
 _TYPES_OF_ALL_EXAMPLES = (bool, int, float, str, type(None))
 
@@ -78,7 +80,8 @@ def copy_batch(batch: Any) -> Any:
 
 def versions(batch: Any) -> List[int]:
     """Returns a number for each tensor that increases if the tensor is changed in place."""
-    return [leaf._version for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return list(map(in_place_version, tensors))
 
 
 def num_examples(batch: Any) -> int:

@@ -916,7 +916,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
                     length = _length(part) if num_epochs != self._num_epochs else {}
                     part.load_state_dict(state.trainer_state[name])
                     for attribute, value in length.items():
-                        setattr(getattr(part, "schedule", part), attribute, value)
+                        setattr(_schedule(part), attribute, value)
         if self.best_weights.exist:
             self._best_model_filename = self.best_weights.path
         start = self._progress.resume_point
@@ -1395,9 +1395,13 @@ def _state_of(schedule: Optional[Scheduler]) -> Optional[Stateful]:
     return ScheduleState(schedule)
 
 
+def _schedule(part: Stateful) -> Any:
+    return part.schedule if isinstance(part, ScheduleState) else part
+
+
 def _length(part: Stateful) -> Dict[str, Any]:
     """Returns the length of a schedule that ends with the training."""
-    part = getattr(part, "schedule", part)
+    part = _schedule(part)
     if not isinstance(part, Scheduler):
         return {}
     # A run that is resumed with more epochs uses the schedule of the new number, and not that of

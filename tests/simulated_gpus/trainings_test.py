@@ -161,7 +161,7 @@ def test_a_rank_that_ends_ends_all(
 
 def test_a_rank_that_enters_no_collective_is_told(machine: Machine, tmp_path: Path) -> None:
     config = classifier(2, [0, 1], on_rank_1("be_absent"))
-    config["distributed"]["timeout"] = 4
+    config["distributed"]["timeout"] = 10
     # NCCL gives other ranks time to write what they have done.
     message = fails(machine, config, tmp_path, TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="500")
     assert "Another rank didn't enter the same collective within 'distributed.timeout'" in message
@@ -178,9 +178,9 @@ def test_a_wrong_interface_of_nccl_is_named(machine: Machine, tmp_path: Path) ->
 def test_a_leader_may_read_for_longer_than_ranks_wait_for_each_other(
     machine: Machine, tmp_path: Path
 ) -> None:
-    reader = {"type": "slow_reader", "host": socket.gethostname(), "seconds": 8}
+    reader = {"type": "slow_reader", "host": socket.gethostname(), "seconds": 16}
     config = classifier(2, [0, 1], {"dataset_reader": {"tokenizer": "whitespace", **reader}})
-    config["distributed"]["rendezvous_timeout"] = 4
+    config["distributed"]["rendezvous_timeout"] = 10
     train(machine.allennlp, config, tmp_path).check()
 
 

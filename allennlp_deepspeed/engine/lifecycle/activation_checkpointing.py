@@ -290,6 +290,11 @@ def _recomputed_forward(
     return output
 
 
+def in_place_version(tensor: torch.Tensor) -> int:
+    """Returns a number that increases if a tensor is changed in place, unless it has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Inputs:
     """
     Input tensors of a module, which recomputation needs as they were before the forward pass.
@@ -309,9 +314,9 @@ class _Inputs:
         """Context manager for the forward pass. It copies the inputs that change in place."""
         # Not those with a gradient, which may be large, and can't change in recomputation.
         copies = [None if t.requires_grad else t.clone() for t in tensors]
-        before = [t._version for t in tensors]
+        before = list(map(in_place_version, tensors))
         yield
-        self._versions = [t._version for t in tensors]
+        self._versions = list(map(in_place_version, tensors))
         is_changed = [old != new for old, new in zip(before, self._versions)]
         self._copies = [copy if changed else None for copy, changed in zip(copies, is_changed)]
         if any(t.requires_grad and changed for t, changed in zip(tensors, is_changed)):
@@ -327,7 +332,7 @@ class _Inputs:
             Those of the backward pass. Tensors that were on the CPU in between have no version.
         """
         for tensor, copy, version in zip(tensors, self._copies, self._versions):
-            if copy is None and tensor._version > version:
+            if copy is None and in_place_version(tensor) > version:
                 raise self._error("got an input that was changed in place afterwards")
         return [t if copy is None else copy for t, copy in zip(tensors, self._copies)]
 

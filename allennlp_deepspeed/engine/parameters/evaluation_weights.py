@@ -76,6 +76,8 @@ class EvaluationWeights(MovingAverage):
             yield
             return
         self.restore()
+        if self.is_assigned:
+            raise RuntimeError("After an error in evaluation the weights can't be restored.")
         try:
             yield
         finally:

@@ -24,7 +24,8 @@ from allennlp_deepspeed.engine.parameters.released_parameters import access_allo
 
 _STAGE_2 = '"deepspeed_config": {"zero_optimization": {"stage": 2}}'
 
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
+# Weights of an LSTM, which are computed in each pass where they are no parameters.
+_REGISTERED = {"_parameters", "_buffers", "_modules", "_flat_weights"}
 
 _WITHOUT_TENSORS = (str, bytes, int, float, type(None), torch.device, torch.dtype)
 

@@ -141,8 +141,14 @@ class WeightChangeDetector:
         if self._released_memory is not None and self._records_released_memory:
             self._released_memory.add(parameter)
         if name is not None and parameter not in self._compared:
-            self._compared[parameter] = parameter.ds_tensor._version
-            self._compare([(name, parameter)], self._includes_offloaded)
+            # What would have to be copied in each step is compared before the step.
+            if self._is_first_in_epoch or self._is_on_its_device(parameter):
+                self._compared[parameter] = parameter.ds_tensor._version
+            self._compare([(name, parameter)], self._is_first_in_epoch)
+
+    def _is_on_its_device(self, parameter: Any) -> bool:
+        fragment = self._fragments.get(parameter)
+        return fragment is None or fragment.master.device == parameter.device
 
     @property
     def _includes_offloaded(self) -> bool:
@@ -214,9 +220,11 @@ class WeightChangeDetector:
     ) -> None:
         # Few kernels for all parameters.
         differences = torch._foreach_sub(*zip(*pairs))
-        largest = torch.stack(torch._foreach_norm(differences, math.inf))
+        norms = torch._foreach_norm(differences, math.inf)
+        # Those of offloaded parameters may be on two devices.
+        largest = torch.stack([norm.to(self._device) for norm in norms])
         # NaN, which is a separate error, isn't larger than 0.
-        self._differences.append((names, (largest > 0).to(self._device)))
+        self._differences.append((names, largest > 0))
 
     def has_detected(self) -> bool:
         """Returns whether this rank has detected a change. It synchronizes with the device."""

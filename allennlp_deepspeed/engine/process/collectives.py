@@ -172,9 +172,10 @@ def wait_for_ranks(name: str, value: Optional[str] = None) -> List[Optional[str]
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{name}/{dist.get_rank()}", json.dumps(value))
     keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
-    while not store.check(keys):
-        worker_failure.raise_if_peer_failed()
-        time.sleep(_POLL_SECONDS)
+    for key in keys:
+        while not store.check([key]):
+            worker_failure.raise_if_peer_failed()
+            time.sleep(_POLL_SECONDS)
     return [json.loads(store.get(key)) for key in keys]
 
 

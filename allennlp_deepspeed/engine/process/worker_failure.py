@@ -368,12 +368,13 @@ def describe_full_disk(error: Optional[BaseException]) -> Optional[str]:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_IS_FULL:
             found.append(error)
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if not found:
         return None
     # The first one. Later ones, of callbacks that close their files, have no names.
     first = next((e for e in reversed(found) if e.filename is not None), found[-1])
-    where = "" if first.filename is None else f": {first.filename}"
+    # Semaphores and shared memory have none either.
+    where = " (or in /dev/shm)" if first.filename is None else f": {first.filename}"
     return (
         f"{first.strerror}{where}\n"
         "Training has ended. Complete checkpoints on the disk are intact: free space, and resume "

@@ -219,8 +219,9 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
 
 
 def _explain_gradients(records: Dict[int, List[_Call]]) -> Optional[str]:
-    # A rank whose record ends earlier may not have come to the next gradient.
-    for calls in zip(*records.values()):
+    # A rank whose record ends earlier may not have come to the next gradient. The last call of a
+    # record is repeated at its end.
+    for calls in zip(*(calls[:-1] for calls in records.values())):
         if any(call != calls[0] for call in calls):
             names = [call.module.names[-1] for call in calls]
             which = ", ".join(

@@ -121,13 +121,17 @@ def support_any_output(engine: DeepSpeedEngine) -> None:
 def _end_forward(hook: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
     if not isinstance(output, torch.Tensor):
         # Without gradients ranks may return different types.
-        parameters = internals.parameters_of_hooks(module) if torch.is_grad_enabled() else []
+        # In recomputation the caller isn't known, and the parameters are gathered with it.
+        is_first_pass = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        parameters = internals.parameters_of_hooks(module) if is_first_pass else []
         if parameters and _may_hide_tensors(output):
             caller = internals.calling_module()
             for parameter in filter(internals.is_sharded, parameters):
                 parameter_offload.register_external_parameter(caller, parameter)
-        if not isinstance(output, (tuple, list, dict)):
-            output = getattr(output, "__dict__", None)
+        if not isinstance(output, (tuple, list)):
+            # DeepSpeed expects names as keys.
+            values = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+            output = list(values.values())
     return hook(module, inputs, output)
 
 
