@@ -25,19 +25,18 @@ def by_name(restore: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(restore)
     def restore_by_name(self: Any) -> None:
-        state = None
-        if self._checkpointer is not None:
-            with torch.serialization.safe_globals(_numpy_scalars()):
-                state = self._checkpointer.load_checkpoint()
-        # A sharded model's state has other names.
-        if state is None or getattr(self._ddp_wrapped_model, "is_sharded", False):
+        if self._checkpointer is None:
             restore(self)
             return
-        model_state, training_state = state
-        optimizer = _state_by_name(
-            self.optimizer, training_state["optimizer"], self._pytorch_model, model_state
-        )
-        state = model_state, {**training_state, "optimizer": optimizer}
+        with torch.serialization.safe_globals(_numpy_scalars()):
+            state = self._checkpointer.load_checkpoint()
+        # A sharded model's state has other names.
+        if state is not None and not getattr(self._ddp_wrapped_model, "is_sharded", False):
+            model_state, training_state = state
+            optimizer = _state_by_name(
+                self.optimizer, training_state["optimizer"], self._pytorch_model, model_state
+            )
+            state = model_state, {**training_state, "optimizer": optimizer}
         with mock.patch.object(self._checkpointer, "load_checkpoint", lambda: state):
             restore(self)
 
