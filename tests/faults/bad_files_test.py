@@ -294,7 +294,7 @@ def test_a_checkpoint_of_the_default_trainer_is_refused(experiments: Experiments
     assert_refused(
         result,
         run,
-        str(result.serialization_dir / "model_state_e1_b0.th"),
+        str(result.serialization_dir / "model_state_e2_b0.th"),
         "is a checkpoint of AllenNLP's own trainer",
         '"type": "gradient_descent"',
     )
