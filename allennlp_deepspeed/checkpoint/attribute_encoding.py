@@ -202,6 +202,9 @@ class Encoding:
             return {"same": self._paths[id(value)]}
         if isinstance(value, torch.nn.Module) and not self._with_modules:
             return None
+        is_weight = isinstance(value, torch.nn.Parameter)
+        if is_weight and (not self._with_modules or internals.is_sharded(value)):
+            return None  # which the engine saves
         if isinstance(value, Enum):
             return {f"enum {_name(value)}": value.name}
         self._add(value, path)

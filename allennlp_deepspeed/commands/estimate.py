@@ -29,8 +29,7 @@ _KINDS = {"weights", "gradients", "optimizer", "buffers"}
 
 _NOTE = (
     "Model states, DeepSpeed's buffers, moving averages, copies for 'async_save' and parameters "
-    "that are gathered to save them are counted, and for each GPU {context} for the CUDA context "
-    "and, with several workers, {communicator} for NCCL's buffers. Leave room for activations, the "
+    "that are gathered to save them are counted{of_gpus}. Leave room for activations, the "
     "model's own buffers, temporary tensors and fragmentation. At stages 1 to 3 "
     "buffers include 'reduce_bucket_size' elements, which DeepSpeed allocates in full (twice with "
     "'overlap_comm'): all trainable parameters, at most 5e8, if it is unset. At stage 3 they also "
@@ -155,11 +154,11 @@ def _print(estimate: Estimate) -> None:
     for placement in estimate.placements:
         if placement.problem is not None:
             console.print(f"Stage {placement.placement.name}: {placement.problem}")
-    console.print(
-        _NOTE.format(
-            context=_format_bytes(CUDA_CONTEXT), communicator=_format_bytes(NCCL_COMMUNICATOR)
-        )
+    of_gpus = (
+        f", and for each GPU {_format_bytes(CUDA_CONTEXT)} for the CUDA context and, with several "
+        f"workers, {_format_bytes(NCCL_COMMUNICATOR)} for NCCL's buffers"
     )
+    console.print(_NOTE.format(of_gpus="" if estimate.device_type == "cpu" else of_gpus))
     _print_advice(console, estimate)
 
 

@@ -1,5 +1,6 @@
 """Warns of patterns in the config that match no parameter, with their places in the file."""
 
+import copy
 import logging
 from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, List
@@ -41,6 +42,7 @@ def named(config: Dict[str, Any], shows: bool = True) -> Iterator[List[str]]:
         The warnings so far.
     """
     lines: List[str] = []
+    config = copy.deepcopy(config)  # AllenNLP takes keys out of it
 
     def rewrite(record: logging.LogRecord) -> bool:
         beginning, section, problem = _WARNINGS[record.name]
