@@ -16,10 +16,12 @@ _PLAIN = [
     "process environment",
     "parameters of any shape and layout",
     "access to parameters that an earlier engine has sharded",
+    "attributes that share memory",
     "snapshot of the model",
     "steps of an optimizer that had an engine",
     "trainable parameters first",
     "initialize",
+    "memory of attributes",
     "what DeepSpeed has added to the model",
     "modes of the engine and the model",
     "reports",
@@ -29,6 +31,7 @@ _PLAIN = [
     "memory of the snapshot",
     "fixed parameter groups",
     "one step of all groups",
+    "states of master weights",
 ]
 _OF_STAGE_3 = [
     "process environment of stage 3",
@@ -37,6 +40,7 @@ _OF_STAGE_3 = [
     "hooks without a graph",
     "inner gradients",
     "inference mode",
+    "outputs of any type",
     "repeated calls of leaf modules",
     "end of a forward pass that fails",
     "parameters of the regularizer",
@@ -46,6 +50,10 @@ _OF_STAGE_3 = [
 _WITH_RANKS = ["leaf modules", "record of module calls"]
 _OF_STAGE_0 = ["backward pass of a loss"]
 _WITH_SHARDS = ["trainable parameters first", "fixed parameter groups", "one step of all groups"]
+_OF_STAGE_0_IN_FP32 = [
+    *_WITH_SHARDS,
+    *("attributes that share memory", "memory of attributes", "states of master weights"),
+]
 _HALF = ["half precision", "penalty in fp32", "unrounded master weights"]
 
 
@@ -88,7 +96,7 @@ def installed(stage: int, world_size: int = 1, **config: Any) -> List[str]:
         (2, 1, {}, [], []),
         (2, 2, {}, [], []),
         (1, 1, {}, [], []),
-        (0, 1, {}, _OF_STAGE_0, _WITH_SHARDS),
+        (0, 1, {}, _OF_STAGE_0, _OF_STAGE_0_IN_FP32),
         (3, 1, {}, _OF_STAGE_3, []),
         (3, 2, {}, [*_OF_STAGE_3, *_WITH_RANKS], []),
         (2, 1, {"bf16": {"enabled": True}}, _HALF, []),
