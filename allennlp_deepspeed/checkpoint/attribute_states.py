@@ -39,9 +39,9 @@ _WITH_ITEMS = ("object", "dict", "list", "deque", "tuple", "buffer")
 
 class AttributeStates:
     """
-    What training changes in attributes of objects, such as the modules of a model or a user's
-    scheduler, and isn't in their own `state_dict`. What was set at construction and hasn't changed,
-    such as a rank, may be constructed with another value when training resumes.
+    State in attributes of objects, such as the modules of a model or a user's scheduler, that
+    training changes and that isn't in their own `state_dict`. What was set at construction and
+    hasn't changed, such as a rank, may be constructed with another value when training resumes.
 
     Saved are plain values, tensors, arrays, random number generators, containers of these, metrics,
     and the fields of other objects; and which of them are the same object or share memory. No

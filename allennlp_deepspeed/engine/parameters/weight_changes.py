@@ -152,7 +152,7 @@ class WeightChangeDetector:
 
     @property
     def _includes_offloaded(self) -> bool:
-        """Whether weights are compared that have to be copied from or to the CPU for it."""
+        """Returns whether weights are compared that have to be copied from or to the CPU."""
         return self._is_first_in_epoch or self._compares_each_step
 
     def compare_before_step(self) -> None:
