@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 
-# Context managers in `shims`, by the module that is run within them: of AllenNLP, of its library of
-# models, and of transformers, which `former_names` adds.
+# Context managers in `shims`, separated by spaces, by the module that is run within them: of
+# AllenNLP, of its library of models, and of transformers, which `former_names` adds.
 _EMBEDDERS = "allennlp.modules.token_embedders"
 _READERS = "allennlp_models.structured_prediction.dataset_readers"
 SHIMS = {
@@ -83,9 +83,13 @@ def _wrap(spec: ModuleSpec) -> None:
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
+        from contextlib import ExitStack
+
         from allennlp_deepspeed_import_hook import shims
 
-        with getattr(shims, SHIMS[spec.name])(module):
+        with ExitStack() as stack:
+            for shim in SHIMS[spec.name].split():
+                stack.enter_context(getattr(shims, shim)(module))
             run(module)
 
     loader.exec_module = exec_module

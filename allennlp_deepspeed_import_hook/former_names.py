@@ -166,7 +166,8 @@ def restore() -> None:
         if module_name in sys.modules:
             add_to(sys.modules[module_name])
         else:
-            hook.SHIMS[module_name] = "former_names"
+            others = hook.SHIMS.get(module_name, "").replace("former_names", "")
+            hook.SHIMS[module_name] = f"{others} former_names"
 
 
 def _restore_in_libraries() -> None:
