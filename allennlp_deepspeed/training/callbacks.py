@@ -58,8 +58,11 @@ def may_read_metrics(callback: TrainerCallback) -> bool:
 
 def may_change_weights(callback: TrainerCallback) -> bool:
     """
-    Returns whether a callback may change weights in a step. AllenNLP's and this package's don't.
+    Returns whether a callback may change weights in a step. AllenNLP's and this package's don't,
+    and those whose class has `changes_weights = False`.
     """
+    if not getattr(callback, "changes_weights", True):
+        return False
     functions = map(_function, (callback.on_batch, callback.on_backward))
     modules = [str(getattr(function, "__module__", None)) for function in functions]
     return not {name.partition(".")[0] for name in modules} <= {"allennlp", "allennlp_deepspeed"}

@@ -49,6 +49,7 @@ class RecordSteps(TrainerCallback):
     """Tells a `Stopwatch` of each loss of one of AllenNLP's trainers."""
 
     reads_metrics = False
+    changes_weights = False
 
     def __init__(self, serialization_dir: str, stopwatch: Stopwatch) -> None:
         super().__init__(serialization_dir)

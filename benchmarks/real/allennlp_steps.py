@@ -15,6 +15,7 @@ class RecordRealSteps(TrainerCallback):
     """Sends what a `Recorder` measures."""
 
     reads_metrics = False
+    changes_weights = False
 
     @override
     def on_start(self, trainer, is_primary: bool = True, **kwargs: Any) -> None:

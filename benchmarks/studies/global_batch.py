@@ -142,6 +142,7 @@ class TellSize(TrainerCallback):
     """Writes how many micro-batches a step has."""
 
     reads_metrics = False
+    changes_weights = False
 
     def __init__(self, path: Path) -> None:
         super().__init__("")

@@ -52,6 +52,12 @@ class StatesOfMasters(DefaultDict[Any, Any]):
             )
 
     @override
+    def __missing__(self, key: Any) -> Any:
+        # Not `__getitem__`, which steps call for each master.
+        self.check(key)
+        return super().__missing__(key)
+
+    @override
     def __reduce__(self) -> Tuple[Any, ...]:
         return defaultdict, (self.default_factory, dict(self))
 
@@ -73,9 +79,7 @@ def _checked(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("__getitem__", "__setitem__", "__delitem__", "__contains__"):
-    setattr(StatesOfMasters, _name, _checked(_name))
-for _name in ("get", "pop", "setdefault"):
+for _name in ("__setitem__", "__delitem__", "__contains__", "get", "pop", "setdefault"):
     setattr(StatesOfMasters, _name, _checked(_name))
 
 
