@@ -31,9 +31,12 @@ def tolerate_errors() -> Iterator[None]:
             handler.handleError = partial(_handle_error, handler)  # type: ignore[method-assign]
 
     def report_briefly(args: threading.ExceptHookArgs) -> None:
+        # As the process exits, the queues of threads are closed that still wait for them.
+        if has_failed and isinstance(args.exc_value, OSError):
+            return
         if describe_full_disk(args.exc_value) is None:
             report(args)
-        elif not has_failed:
+        else:
             logger.warning("A thread ended with %r", args.exc_value)
 
     threading.excepthook = report_briefly

@@ -274,6 +274,8 @@ class Detector(TorchDispatchMode):
             for owner, name in ((torch.Tensor, "tolist"), (torch.Tensor, "numpy"), (torch, "save")):
                 function = _reading_on_host(self, getattr(owner, name))
                 undo.enter_context(mock.patch.object(owner, name, function))
+            # A backend that was made in this process before would call the collectives themselves.
+            undo.enter_context(mock.patch.object(deepspeed.comm.comm, "cdb", None))
             undo.enter_context(mock.patch.object(torch.Tensor, "record_stream", _record(self)))
             # Readings of the losses, about once a second, would order what no stream orders.
             undo.enter_context(mock.patch.object(time, "monotonic", _slowed(time.monotonic)))

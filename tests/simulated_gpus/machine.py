@@ -90,6 +90,8 @@ class Machine:
     ) -> Run:
         """The same for the installed command, which has a fork server of its own."""
         environment = {**os.environ, **self.environment(log, **kwargs), **(variables or {})}
+        if not variables or "CUDA_VISIBLE_DEVICES" not in variables:
+            environment.pop("CUDA_VISIBLE_DEVICES", None)  # which other tests may have set
         return subprocess_allennlp(
             *arguments, time_limit=time_limit, cwd=REPOSITORY, env=environment
         )
