@@ -2,10 +2,13 @@
 Combinations of features, drawn at random from a seed.
 """
 
+import functools
 from dataclasses import asdict, dataclass, field
 from math import ceil
 from random import Random
 from typing import Any, Dict, List, Optional
+
+import torch
 
 Config = Dict[str, Any]
 
@@ -282,6 +285,17 @@ def case_of(index: int, seed: int = SEED) -> Case:
     return chosen()[index - 1000] if index >= 1000 else draw(index, seed)
 
 
+@functools.cache
+def _has_lstm_under_autocast() -> bool:
+    """Returns whether PyTorch has it on this processor. In bf16 oneDNN's needs AVX-512."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.nn.LSTM(2, 2)(torch.ones(1, 1, 2))
+    except RuntimeError:
+        return False
+    return True
+
+
 def draw(index: int, seed: int = SEED) -> Case:
     """The case of that number, the same each time."""
     random = Random(f"{seed}: {index}")
@@ -346,6 +360,8 @@ def _made_possible(case: Case, is_contradictory: bool) -> Case:
     if case.precision == "bf16":
         # The norm of few examples makes too much of what bf16 rounds.
         case.parts = [part for part in case.parts if part != "batch_norm"]
+    if case.precision == "autocast" and not _has_lstm_under_autocast():
+        case.parts = [part for part in case.parts if part != "lstm"]
     # What is refused anyway is left in some cases.
     if not is_contradictory:
         if case.stage < 2 and case.synchronization == "micro_batch":
