@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import posixpath
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from allennlp.common.checks import ConfigurationError
@@ -17,12 +18,19 @@ from allennlp_deepspeed.config.json_types import is_count
 from allennlp_deepspeed.frozen_records import FrozenRecord
 
 RECORD_NAME = "commit.json"
+_RECORD = re.compile(r"commit(_w\d+)?\.json")
+
 FORMAT_VERSION = 3
 """Version 1 is the format of 0.1, version 2 that of 0.2."""
 
 _MAX_WORLD_SIZE = 2**20  # which can be counted through
 
 _MAX_LISTED = 16  # ranks in a message
+
+COPY_ADVICE = (
+    "copy the serialization directories of all nodes into one (`rsync -a host:DIRECTORY/ ALL/` for "
+    "each), and use that"
+)
 
 
 class CheckpointError(ConfigurationError):
@@ -52,7 +60,8 @@ class FileRecord(NamedTuple):
 class CommitRecord:
     """
     Contents of the file `commit.json` of a checkpoint, which also contains a checksum of the record
-    itself. With a directory for each node, each directory has a record of its own files.
+    itself. With a directory for each node, each directory has a record of its own files, named
+    after its first rank: copied into one directory, they are the record of all.
 
     # Parameters
 
@@ -105,13 +114,30 @@ class CommitRecord:
         `CheckpointError`
             If the record is missing, damaged, or of a later version of this package.
         """
-        path = os.path.join(directory, RECORD_NAME)
+        names = [name for name in _list(directory) if _RECORD.fullmatch(name)] or [RECORD_NAME]
+        records = {name: cls._read_file(os.path.join(directory, name)) for name in sorted(names)}
+        (first, merged), *others = records.items()
+        for name, record in others:
+            if replace(record, files={}, ranks=[]) != replace(merged, files={}, ranks=[]):
+                raise CheckpointError(
+                    f"{first} and {name} in {directory} are parts of different checkpoints: copy "
+                    "those of one training, into an empty directory."
+                )
+            merged.files.update(record.files)
+            merged.ranks = sorted({*merged.ranks, *record.ranks})
+        if len(merged.ranks) == merged.world_size:
+            merged.ranks = []
+        return merged
+
+    @classmethod
+    def _read_file(cls, path: str) -> "CommitRecord":
         try:
             with files.open_regular(path) as file:
                 return cls.from_json(file.read().decode())
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is missing: {directory} was not written by this package, or is incomplete."
+                f"{path} is missing: {os.path.dirname(path)} was not written by this package, or "
+                "is incomplete."
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path} could not be read: {error}.") from error
@@ -122,7 +148,8 @@ class CommitRecord:
 
     def write(self, directory: str) -> None:
         """Writes the record and flushes it to disk. It must be the last file of the checkpoint."""
-        path = os.path.join(directory, RECORD_NAME)
+        name = f"commit_w{self.ranks[0]}.json" if self.ranks else RECORD_NAME
+        path = os.path.join(directory, name)
         files.write(self.to_json(), path)
         files.flush(path)
 
@@ -199,30 +226,13 @@ class CommitRecord:
             _problem(directory, name, self.files[name])
             for name in sorted(self.files)[part::num_parts]
         ]
-        foreign = sorted(set(file_names(directory)) - set(self.files) - {RECORD_NAME})
+        foreign = sorted(
+            name for name in {*file_names(directory)} - {*self.files} if not _RECORD.fullmatch(name)
+        )
         problems += [
             f"{os.path.join(directory, name)} belongs to another checkpoint" for name in foreign
         ]
         return [problem for problem in problems if problem is not None]
-
-    def check_files(self, directory: str) -> None:
-        """
-        Checks that every file is there, in `directory` and with its size, without reading it.
-
-        # Raises
-
-        `CheckpointError`
-            If a file is missing, a link or outside of `directory`, or has another size.
-        """
-        for name, record in self.files.items():
-            path = os.path.join(directory, name)
-            if os.path.islink(path) or not _is_inside(directory, name):
-                raise CheckpointError(f"{path} is a link, or outside the checkpoint.")
-            if not os.path.isfile(path):
-                raise CheckpointError(f"{path} is missing.")
-            num_bytes = os.path.getsize(path)
-            if num_bytes != record.bytes:
-                raise CheckpointError(f"{path} has {num_bytes} bytes instead of {record.bytes}.")
 
     def check_complete(self, directory: str) -> None:
         """
@@ -234,10 +244,10 @@ class CommitRecord:
             If the files of some ranks are in other directories.
         """
         if self.ranks:
+            missing = [rank for rank in range(self.world_size) if rank not in self.ranks]
             raise CheckpointError(
-                f"{directory} has {self.description()}; the others are in "
-                "other directories. First copy those of all nodes into one: `allennlp deepspeed "
-                "gather DIRECTORY DIRECTORY ... --output DIRECTORY`."
+                f"{directory} has {self.description()}, but {self.description(missing)} are in "
+                f"other directories: {COPY_ADVICE}."
             )
 
     def description(self, ranks: Sequence[int] = ()) -> str:
@@ -257,6 +267,10 @@ class CommitRecord:
             names += f" and {len(ranks) - len(listed)} others"
         names += f" of {self.world_size}"
         return f"{names} (written on {hosts})" if hosts else names
+
+
+def _list(directory: str) -> List[str]:
+    return os.listdir(directory) if os.path.isdir(directory) else []
 
 
 def training_state_name(rank: int) -> str:
@@ -285,7 +299,7 @@ def _is_file_name(name: str) -> bool:
     """Returns whether a name is that of a file below the checkpoint, other than the record."""
     is_normal = name == posixpath.normpath(name) and b"\0" not in os.fsencode(name)
     is_inside = not name.startswith("/") and name.split("/")[0] not in (".", "..")
-    return is_normal and is_inside and name != RECORD_NAME
+    return is_normal and is_inside and not _RECORD.fullmatch(name)
 
 
 def _is_shape(value: Any) -> bool:

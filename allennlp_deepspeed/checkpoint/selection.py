@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch.distributed as dist
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
-from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.commit_record import COPY_ADVICE, CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.shared_directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
 from allennlp_deepspeed.config.json_types import is_count
@@ -210,9 +210,7 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
 
 _ADVICE = (
     "If each node has its own serialization directory, a training must be resumed with the same "
-    "ranks on the same hosts. Otherwise copy all parts into one directory with `allennlp "
-    "deepspeed gather DIRECTORY DIRECTORY ... --output DIRECTORY`, and resume from it, shared by "
-    "all nodes."
+    f"ranks on the same hosts. Otherwise {COPY_ADVICE} on all nodes."
 )
 
 

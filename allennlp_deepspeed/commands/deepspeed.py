@@ -10,7 +10,6 @@ from allennlp_deepspeed.commands.check import Check
 from allennlp_deepspeed.commands.env import Env
 from allennlp_deepspeed.commands.estimate import EstimateMemory
 from allennlp_deepspeed.commands.export import Export
-from allennlp_deepspeed.commands.gather import Gather
 from allennlp_deepspeed.commands.report import Report
 from allennlp_deepspeed.launch import error_messages
 from allennlp_deepspeed.versions import own_version
@@ -31,14 +30,14 @@ class DeepSpeed(Subcommand):
     @override
     def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
         description = (
-            "Check a config, estimate memory, and export, gather or report what the 'deepspeed' "
+            "Check a config, estimate memory, and export or report what the 'deepspeed' "
             "trainer saved."
         )
         subparser = parser.add_parser(self.name, description=description, help=description)
         version = f"allennlp-deepspeed {own_version()}"
         subparser.add_argument("--version", action="version", version=version)
         subparsers = subparser.add_subparsers(title="Commands", metavar="", required=True)
-        commands = (Check(), Env(), EstimateMemory(), Export(), Gather(), Report())
+        commands = (Check(), Env(), EstimateMemory(), Export(), Report())
         for command in commands:
             command_parser = command.add_subparser(subparsers)
             run: Callable[[Any], None] = command_parser.get_default("func")

@@ -36,10 +36,6 @@ def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
     no_archive = tmp_path / "broken.tar.gz"
     no_archive.write_text("no archive")
     (empty / "checkpoint_e1_b0").mkdir()
-    runs = [tmp_path / "a", tmp_path / "b"]
-    for run in runs:
-        (run / "checkpoint_e1_b0").mkdir(parents=True)
-        CommitRecord(1, 0, 1, 0, {}, id=run.name).write(str(run / "checkpoint_e1_b0"))
     huge = tmp_path / "huge"
     (huge / "checkpoint_e1_b0").mkdir(parents=True)
     CommitRecord(1, 0, 10**12, 0, {}, ranks=[0]).write(str(huge / "checkpoint_e1_b0"))
@@ -53,10 +49,7 @@ def test_commands_without_what_they_work_on(tmp_path: Path) -> None:
         ((*export, empty, "--best"), "--best needs --format huggingface"),
         ((*export, no_archive, "--format", "huggingface"), "is not an AllenNLP archive"),
         ((*export, archive, "--format", "huggingface"), "is an archive without weights"),
-        (("deepspeed", "gather", nowhere, "--output", tmp_path), "There is no checkpoint in"),
-        (("deepspeed", "gather", *runs, "--output", tmp_path), "2 different complete"),
-        (("deepspeed", "gather", huge, "--output", tmp_path), "wrong value of 'world_size'"),
-        (("deepspeed", "gather", runs[0], "--output", archive), f"{archive} is not a directory"),
+        ((*export, huge), "wrong value of 'world_size'"),
         (("deepspeed", "report", nowhere), "There is no metrics.jsonl in"),
         (("deepspeed", "report", page, "--output", nowhere / "a"), f"{nowhere} is not a directory"),
         (("deepspeed", "report", page, "--output", empty), f"{empty}, which is not a file"),

@@ -1,12 +1,13 @@
 """
-Which parts `gather` takes for one checkpoint, from directories that have others too, and what it
-refuses before it writes anything.
+Checkpoints that are found for commands: those of several nodes after a copy into one directory, and
+none that leads elsewhere or isn't what its record says.
 """
 
 import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
@@ -20,28 +21,50 @@ from allennlp_deepspeed.checkpoint.commit_record import (
     FileRecord,
     file_names,
 )
-from allennlp_deepspeed.checkpoint.offline import find_checkpoint, gather
+from allennlp_deepspeed.checkpoint.offline import find_checkpoint
 
 
-def write_part(directory: Path, id_: str, ranks: List[int]) -> str:
+def write_part(directory: Path, id_: str, ranks: List[int], **values: Any) -> Path:
+    """A serialization directory with the part of a checkpoint of two ranks that a node writes."""
     checkpoint = directory / "checkpoint_e1_b0"
     checkpoint.mkdir(parents=True)
-    CommitRecord(1, 0, 2, 0, {}, ranks=ranks, id=id_).write(str(checkpoint))
-    return str(directory)
+    record = CommitRecord(1, 0, 2, 0, {}, ranks=ranks, id=id_, hosts=["a", "b"])
+    for rank in ranks:
+        path = checkpoint / f"training_state_w{rank}.th"
+        path.write_text(str(rank))
+        record.files[path.name] = FileRecord.from_file(str(path))
+    replace(record, **values).write(str(checkpoint))
+    return directory
 
 
-def test_a_part_of_another_checkpoint_is_left_out(tmp_path: Path) -> None:
-    stale = write_part(tmp_path / "stale", "old", [0])
+def copy_into_one(target: Path, *parts: Path) -> str:
+    for part in parts:
+        shutil.copytree(part, target, dirs_exist_ok=True)
+    return str(target)
+
+
+def test_parts_that_are_copied_into_one_directory_are_one_checkpoint(tmp_path: Path) -> None:
     parts = [write_part(tmp_path / str(rank), "new", [rank]) for rank in (1, 0)]
-    record = CommitRecord.read(gather([stale, *parts], str(tmp_path / "whole")))
-    assert (record.id, record.ranks) == ("new", [])
+    _, record = find_checkpoint(copy_into_one(tmp_path / "all", *parts))
+    assert (record.ranks, len(record.files)) == ([], 2)
 
 
-def test_a_checkpoint_and_its_copy_are_one(tmp_path: Path) -> None:
-    whole = write_part(tmp_path / "whole", "new", [])
-    copy = str(shutil.copytree(whole, tmp_path / "copy"))
-    record = CommitRecord.read(gather([whole, copy], str(tmp_path / "gathered")))
-    assert record.id == "new"
+@pytest.mark.parametrize("values", [{"id": "old"}, {"zero_stage": 3}])
+def test_parts_of_different_checkpoints_are_refused(tmp_path: Path, values: Any) -> None:
+    parts = [
+        write_part(tmp_path / "0", "new", [0]),
+        write_part(tmp_path / "1", "new", [1], **values),
+    ]
+    with pytest.raises(CheckpointError):
+        find_checkpoint(copy_into_one(tmp_path / "all", *parts))
+
+
+@pytest.mark.parametrize("world_size, listed", [(2, "rank 1 of 2"), (2**20, "and 1048559 others")])
+def test_missing_parts_are_named(tmp_path: Path, world_size: int, listed: str) -> None:
+    hosts = ["a", "b"] if world_size == 2 else []
+    part = write_part(tmp_path / "0", "new", [0], world_size=world_size, hosts=hosts)
+    with pytest.raises(CheckpointError, match=listed):
+        find_checkpoint(str(part))
 
 
 def write_whole(directory: Path) -> Path:
@@ -140,51 +163,16 @@ _WRONG: Dict[str, List[Any]] = {
     [
         *(lead_outside(name) for name in ("../../secret", "absolute", "engine/../../../secret")),
         *(lead_outside(name) for name in ("..", ".", "engine//states.pt", "\ud800", "a\0b")),
-        *(link(f"checkpoint_e1_b0{name}") for name in ("", "/best.th", "/engine", "/commit.json")),
-        *(link(name) for name in ("vocabulary", "vocabulary/labels.txt", "config.json")),
+        *(link(f"checkpoint_e1_b0{name}") for name in ("/best.th", "/engine", "/commit.json")),
         *(nest, make_record_a_pipe, damage, lengthen, change_vocabulary),
         *(record_with(**{key: value}) for key, values in _WRONG.items() for value in values),
     ],
 )
-def test_nothing_is_written_before_everything_is_verified(
+def test_what_is_not_as_its_record_says_is_refused(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     checkpoint = write_whole(tmp_path / "run")
+    assert find_checkpoint(str(tmp_path / "run"))[0] == str(checkpoint)
     change(checkpoint)
-    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError):
-        gather([str(tmp_path / "run")], str(tmp_path / "output"))
-    after = set(tmp_path.rglob("*")) - {tmp_path / "output"}
-    assert sorted(after) == before
-
-
-def test_what_is_right_is_gathered_and_leaves_what_links_lead_to(tmp_path: Path) -> None:
-    write_whole(tmp_path / "run")
-    others, output = tmp_path / "others", tmp_path / "output"
-    output.mkdir()
-    others.mkdir()
-    (others / "best.th").write_text("all of it")
-    (output / "best.th").symlink_to(others / "best.th")
-    for name in ("checkpoint_e1_b0", "checkpoint_e1_b0.unfinished", "config.json"):
-        (output / name).symlink_to(others)
-    gathered = gather([str(tmp_path / "run")], str(output))
-    assert [path.read_text() for path in others.iterdir()] == ["all of it"]
-    assert find_checkpoint(str(output))[0] == gathered
-    assert (output / "vocabulary" / "labels.txt").read_text() == "a"
-    assert (output / "best.th").read_text() == "best.th"
-
-
-def test_parts_that_contradict_one_another_are_refused(tmp_path: Path) -> None:
-    parts = [write_part(tmp_path / str(rank), "new", [rank]) for rank in (0, 1)]
-    change_record(tmp_path / "1" / "checkpoint_e1_b0", zero_stage=3)
-    with pytest.raises(CheckpointError, match="describe different checkpoints"):
-        gather(parts, str(tmp_path / "output"))
-    assert not (tmp_path / "output").exists()
-
-
-def test_many_missing_ranks_are_not_all_listed(tmp_path: Path) -> None:
-    part = write_part(tmp_path / "0", "new", [0])
-    change_record(tmp_path / "0" / "checkpoint_e1_b0", world_size=2**20)
-    with pytest.raises(CheckpointError) as error:
-        gather([part], str(tmp_path / "output"))
-    assert "and 1048559 others of 1048576 are missing" in str(error.value)
+        find_checkpoint(str(tmp_path / "run"))
