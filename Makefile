@@ -27,7 +27,7 @@ help:
 	@echo "make messages  rewrite tests/expected_messages.json, the messages to users that tests compare"
 	@echo "make coverage  run the same as \`make test\` and report which lines it has run, in workers too"
 	@echo "make mutations  make the package wrong in 40 places, one at a time, and run the tests that are to notice (about 20 minutes)"
-	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, take nodes out of 40 elastic ones, and run the long tests (about 70 minutes)"
+	@echo "make soak    kill 200 trainings at random points, have 40 on two hosts fail, recover them, and run the long tests (about 60 minutes)"
 	@echo "make cross   train 200 combinations of features beside plain PyTorch (about 10 minutes)"
 	@echo "make fuzz    change 1,000 configs at random, each of which trains or is refused in short (about 10 minutes)"
 	@echo "make architectures  train all types of language models that transformers has, shrunken, beside a plain loop (about 20 minutes)"
@@ -109,7 +109,6 @@ mutations: ops
 soak: $(OPS)/CPUAdamBuilder.built
 	python -m tests.faults.soak
 	python -m tests.hosts.soak
-	python -m tests.hosts.soak --elastic 40
 	pytest -n 2 -m soak tests
 
 # The table is committed under benchmarks/results.

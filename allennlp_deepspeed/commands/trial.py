@@ -41,11 +41,8 @@ _SECONDS_BETWEEN_LINES = 0.2
 # Keys of 'distributed' that are about several nodes.
 _OF_NODES = (
     "num_nodes",
-    "min_nodes",
     "primary_address",
     "primary_port",
-    "rendezvous_endpoint",
-    "rendezvous_id",
 )
 
 # Names in the file of events.

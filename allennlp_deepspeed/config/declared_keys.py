@@ -384,30 +384,6 @@ DISTRIBUTED_KEYS: Dict[str, Key] = {
         "([restarts](several_machines.md#restarts)).",
         advice="must be an integer, at least 0",
     ),
-    "min_nodes": Key(
-        Optional[PositiveInt],
-        default=None,
-        doc="Trains on `min_nodes` to `num_nodes` nodes: lost nodes are removed, and new "
-        "nodes can join ([elastic nodes](several_machines.md#elastic-nodes)). Needs a "
-        "`global_batch_size` and a shared serialization directory. If unset, all "
-        "`num_nodes` nodes are required.",
-        advice="must be an integer, at least 1",
-    ),
-    "rendezvous_endpoint": Key(
-        Optional[Annotated[str, Field(pattern=r"^[^:/]+:\d+$")]],
-        default=None,
-        doc="`host:port` of the rendezvous store, like torchrun's `--rdzv-endpoint`. If "
-        "unset, the store is on node 0, at `primary_address` and `primary_port`.",
-        advice='must be "host:port"',
-    ),
-    "rendezvous_id": Key(
-        Optional[Annotated[str, Field(min_length=1)]],
-        default=None,
-        doc="A name of the run, like torchrun's `--rdzv-id`, the same on all nodes. Nodes with "
-        "another one, or with another config, aren't let in "
-        "([several machines](several_machines.md#without-a-launcher)).",
-        advice="must be a string, such as the ID of a job",
-    ),
 }
 """The keys under "distributed" that AllenNLP doesn't have."""
 

@@ -5,7 +5,6 @@ AllenNLP constructs the trainer in the workers only, after it has made the vocab
 """
 
 import contextlib
-import copy
 import inspect
 import json
 import math
@@ -32,7 +31,6 @@ from allennlp_deepspeed.config.declared_keys import (
 )
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig, TrainerSettings
 from allennlp_deepspeed.config.global_batch import (
-    fill_batch_size,
     finds_micro_batch_size,
     has_fixed_size,
     no_fixed_size_error,
@@ -102,11 +100,6 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         validate(deepspeed_config.config, errors)
     errors.raise_any()
     assert deepspeed_config is not None
-    if (config.get("distributed") or {}).get("min_nodes") is not None:
-        _check_elastic_nodes(config, errors)
-        errors.raise_any()
-        config = copy.deepcopy(config)
-        fill_batch_size(config, len(worker_devices(config)))
     _check_trainer(config, errors)
     if on_this_machine:
         with errors.collect():
@@ -346,45 +339,6 @@ def _evaluates_on_all_workers(train_loop: Any) -> bool:
     except ConfigurationError:
         return True  # AllenNLP says which there are
     return isinstance(train_loop_class, type) and issubclass(train_loop_class, DeepSpeedTrainModel)
-
-
-def _check_elastic_nodes(config: Dict[str, Any], errors: ConfigErrors) -> None:
-    """Checks that the training is the same with any number of nodes, and loses no step."""
-    distributed, trainer, loader = (
-        config["distributed"],
-        config["trainer"],
-        config.get("data_loader"),
-    )
-    name = f"'distributed.min_nodes' is {distributed['min_nodes']}"
-    size, num_workers = trainer.get("global_batch_size"), len(distributed["cuda_devices"])
-    if size is None or not finds_micro_batch_size(trainer):
-        errors.add(
-            f"{name}, but 'trainer.global_batch_size' is unset: with fewer nodes an optimizer "
-            'step would have fewer instances. Write "global_batch_size", the instances per '
-            'optimizer step, and "num_gradient_accumulation_steps": "auto" in \'trainer\'.'
-        )
-        return
-    counts = range(distributed["min_nodes"], distributed.get("num_nodes", 1) + 1)
-    uneven = [str(n * num_workers) for n in counts if size % (n * num_workers)]
-    if uneven:
-        errors.add(
-            f"{name}, but {' or '.join(uneven)} workers can't share 'trainer.global_batch_size' "
-            f"{size} equally: write a multiple of {math.lcm(*counts) * num_workers}."
-        )
-    sampler = loader.get("batch_sampler") if isinstance(loader, dict) else None
-    for path, section in (("data_loader", loader), ("data_loader.batch_sampler", sampler)):
-        if isinstance(section, dict) and section.get("batch_size") is not None:
-            errors.add(
-                f"{name}, but '{path}.batch_size' is {section['batch_size']}: remove it. Each "
-                "worker's share of 'trainer.global_batch_size' depends on the number of nodes."
-            )
-    checkpointer = trainer.get("checkpointer", {})
-    keys = checkpointer if isinstance(checkpointer, dict) else {}
-    if checkpointer is None or keys.get("save_on_preemption") is False:
-        errors.add(
-            f"{name}, but workers don't save before a node joins: remove "
-            "'trainer.checkpointer.save_on_preemption', or 'trainer.checkpointer' if it is null."
-        )
 
 
 _REFUSED_CALLBACKS = {

@@ -57,14 +57,13 @@ def print_how_to_resume(arguments: Dict[str, Any]) -> Iterator[None]:
         The arguments of AllenNLP's `train_model`.
     """
     config = arguments["params"].as_dict(quiet=True)
-    distributed, change = config.get("distributed"), _change_to_resume(config, arguments)
-    is_elastic = isinstance(distributed, dict) and distributed.get("min_nodes") is not None
+    change = _change_to_resume(config, arguments)
     try:
         yield
     except (KeyboardInterrupt, SigTermReceived) as error:
         with suppress(OSError):
             directory = os.fspath(arguments["serialization_dir"])
-            print(_how_to_resume(directory, change, is_elastic), flush=True)
+            print(_how_to_resume(directory, change), flush=True)
         if not is_command():
             raise
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
@@ -112,13 +111,10 @@ def _change_to_resume(config: Dict[str, Any], arguments: Dict[str, Any]) -> str:
     return "add --recover to the command"
 
 
-def _how_to_resume(directory: str, change: str, is_elastic: bool) -> str:
+def _how_to_resume(directory: str, change: str) -> str:
     found = CheckpointDirectory(directory).list_checkpoints()
     if not found:
-        how = "start again with --force, or with another directory."
-        if is_elastic:
-            how = f"run the same command if other nodes are training; otherwise {how}"
-        return f"No checkpoint in {directory}: {how}"
+        return f"No checkpoint in {directory}: start again with --force, or with another directory."
     name = os.path.basename(CheckpointDirectory(directory).path(found[0]))
     return f"To resume from {name}, {change}."
 

@@ -266,13 +266,6 @@ def _check(distributed: Dict[str, Any], process: LaunchedProcess) -> None:
             f"'distributed.num_nodes' is {num_nodes}, but {process.launcher} started "
             f"{process.num_nodes} nodes: remove the key."
         )
-    for key in ("min_nodes", "rendezvous_endpoint"):
-        if distributed.get(key) is not None:
-            raise ConfigurationError(
-                f"'distributed.{key}' applies if 'allennlp train' is started without a launcher, "
-                "but a launcher started this process: remove the key (torchrun has --nnodes "
-                "MIN:MAX and --rdzv-endpoint)."
-            )
 
 
 def is_worker(config: Dict[str, Any], process: LaunchedProcess) -> bool:

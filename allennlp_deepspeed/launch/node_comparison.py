@@ -31,33 +31,15 @@ def comparable_values(config: Dict[str, Any], arguments: Dict[str, Any]) -> Dict
         The values of all keys by their paths, except those that may differ between nodes: devices,
         paths and addresses; versions; and whether the training is resumed.
     """
-    values = values_of_training(config)
-    flags = ["dry_run"]
-    if values.get("trainer.resume") != "auto":  # where each node looks what it has
-        flags.append("recover")
-    return {**values, **{f"--{name}": bool(arguments.get(name)) for name in flags}}
-
-
-def values_of_training(config: Dict[str, Any]) -> Dict[str, Any]:
-    """
-    Collects the values that distinguish a training from others.
-
-    # Parameters
-
-    config : `Dict[str, Any]`, required.
-        A complete training configuration.
-
-    # Returns
-
-    `Dict[str, Any]`
-        Those of `comparable_values`, except whether the training is resumed.
-    """
     flat = {
         path: "a path" if _is_location(value) else value
         for path, value in _flat(config, [])
         if not re.fullmatch(_KEYS_OF_NODE, path)
     }
-    return {**flat, **versions()}
+    flags = ["dry_run"]
+    if flat.get("trainer.resume") != "auto":  # where each node looks what it has
+        flags.append("recover")
+    return {**flat, **versions(), **{f"--{name}": bool(arguments.get(name)) for name in flags}}
 
 
 def _flat(value: Any, keys: List[str]) -> Iterator[Tuple[str, Any]]:

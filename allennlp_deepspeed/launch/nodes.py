@@ -24,6 +24,9 @@ _NUMBERS_OF_WORKERS = {
     "num_gpus_per_node",
 }
 
+# Keys of 0.3.0, for nodes that join and leave.
+_REMOVED = {"min_nodes", "rendezvous_endpoint", "rendezvous_id"}
+
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 
 
@@ -47,22 +50,30 @@ def check(distributed: Any, errors: ConfigErrors) -> None:
             f"unknown key '{name}' in 'distributed': the entries of 'distributed.cuda_devices' are "
             "the workers of a node, such as [0, 1], or [-1, -1] on the CPU"
         )
-    others = {key: v for key, v in distributed.items() if key not in _NUMBERS_OF_WORKERS}
+    for name in sorted(_REMOVED.intersection(distributed)):
+        errors.add(
+            f"'distributed.{name}' was removed. Nodes that join and leave are started by `torchrun "
+            "--nnodes MIN:MAX --max-restarts N --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+            "--rdzv-id ID ... -m allennlp train ...`: remove the key, and write "
+            '"resume": "auto" in \'trainer\'.'
+        )
+    known = _NUMBERS_OF_WORKERS | _REMOVED
+    others = {key: v for key, v in distributed.items() if key not in known}
     check_names("distributed", list(keys), others, errors)
     # An unknown key may be a misspelt "cuda_devices".
     required = {"cuda_devices": None} if len(errors.lines) == num_lines else {}
     check_values("distributed", keys, {**required, **distributed}, errors)
     num_nodes = distributed.get("num_nodes", 1)
-    min_nodes = distributed.get("min_nodes")
-    is_valid = is_integer(min_nodes) and is_integer(num_nodes)
-    if is_valid and (num_nodes == 1 or min_nodes > num_nodes):
+    restarts = distributed.get("max_restarts")
+    if is_integer(restarts) and restarts > 0 and is_integer(num_nodes) and num_nodes > 1:
         errors.add(
-            f"'distributed.min_nodes' is {min_nodes}, but must be at most "
-            f"'distributed.num_nodes', which is {num_nodes}, and that must be above 1."
+            f"'distributed.max_restarts' is {restarts}, but is for one node, and "
+            f'\'distributed.num_nodes\' is {num_nodes}: remove both keys, write "resume": "auto" '
+            f"in 'trainer', and start `torchrun --nnodes {num_nodes} --max-restarts {restarts} "
+            "... -m allennlp train ...` on each node."
         )
     for key in ("primary_address", "primary_port"):
-        is_needed = num_nodes != 1 and distributed.get("rendezvous_endpoint") is None
-        if is_needed and not distributed.get(key):
+        if num_nodes != 1 and not distributed.get(key):
             errors.add(
                 f"'distributed.num_nodes' is {num_nodes}, but 'distributed.{key}' is unset: write "
                 f"{'an address' if key == 'primary_address' else 'a port'} of node 0 that all "
@@ -113,17 +124,12 @@ def local_node(config: Dict[str, Any], node_rank: int) -> Node:
             f"number from 0 to {num_nodes - 1}."
         )
     address = distributed.get("primary_address", _LOCAL[0])
-    port = distributed.get("primary_port") or 0
-    endpoint = distributed.get("rendezvous_endpoint")
-    if endpoint is not None:
-        address, _, port = endpoint.rpartition(":")
-    names = ("rendezvous_timeout", "shutdown_timeout", "max_restarts", "min_nodes")
+    names = ("shutdown_timeout", "max_restarts")
     return Node(
         rank=node_rank,
         num_nodes=num_nodes,
         num_workers=len(distributed["cuda_devices"]),
         address=_LOCAL[0] if address in _LOCAL else address,
-        port=int(port),
-        has_store=node_rank == 0 and endpoint is None,
+        port=distributed.get("primary_port") or 0,
         **{name: setting(distributed, name) for name in names},
     )

@@ -4,13 +4,14 @@ Starts the process group of a training. Its ranks use three stores:
 - The ranks find each other in the *rank store*. A launcher that restarts the workers keeps it.
 - The *store of a start* is the part of the rank store for one start of the workers. It has the
   default group and the failures.
-- The *store of the training* outlives all starts, and says whether the training has begun. A single
-  agent has it in a file, and several agents in their rendezvous store. Without an agent the rank
-  store is used.
+- The *store of the training* outlives all starts, and says whether the training has begun. The
+  agent of a single node has it in a file. Otherwise the rank store is used.
 """
 
+import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from datetime import timedelta
@@ -19,13 +20,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as constants
 
+from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.engine.process import network_interfaces, worker_failure
 from allennlp_deepspeed.engine.process.worker_failure import RendezvousError
-from allennlp_deepspeed.launch import rendezvous
+from allennlp_deepspeed.launch import addresses
 from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
+
+logger = logging.getLogger(__name__)
 
 DUMP_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 """The variable from which NCCL reads the name of its files."""
+
+_WAITING = "Waiting for the other nodes at %s."
+_SECONDS_BEFORE_LINE = 5
+
+_ADDRESS_ADVICE = (
+    "'distributed.primary_address' and 'distributed.primary_port' must be an address of node 0 "
+    "that all nodes can reach, and a free port there, and each node needs its own --node-rank. "
+)
 
 # Between two looks of rank 0 at who has joined.
 _POLL_SECONDS = 0.02
@@ -79,13 +91,24 @@ def start(
     # PyTorch's default is 30 minutes with gloo and 10 with NCCL, whatever the default group has.
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(seconds=timeout)
     how = f"within {rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
-    advice = ""
+    where = process.store_file or f"{process.address}:{process.port}"
+    advice = _ADDRESS_ADVICE if process.num_nodes > 1 else ""
+    waiting = threading.Timer(_SECONDS_BEFORE_LINE, announce, (logger, _WAITING, where))
+    waiting.daemon = True
     try:
+        if process.num_nodes > 1 and process.local_rank == 0:
+            waiting.start()
         store = _open_store(process, timedelta(seconds=rendezvous_timeout))
         store = dist.PrefixStore("allennlp_deepspeed", store)
         number = _agree_on_start_number(store, rank, world_size, rendezvous_timeout)
         store_of_start = dist.PrefixStore(f"start_{number}", store)
+        waiting.cancel()
         worker_failure.report_through(store_of_start)
+        if process.num_nodes > 1:
+            watched = store_of_start.clone()
+            threading.Thread(
+                target=worker_failure.end_with_others, args=(watched,), daemon=True
+            ).start()
         how, advice = f"by {backend}", _interface_advice(backend)
         group_store = dist.PrefixStore("default_group", store_of_start)
         # With its device, NCCL connects the ranks now, and guesses none in barriers.
@@ -94,7 +117,6 @@ def start(
         )
         dist.barrier()
     except (OSError, dist.DistError, RuntimeError) as error:
-        where = process.store_file or f"{process.address}:{process.port}"
         raise RendezvousError(
             f"Rank {rank} on {socket.gethostname()} could not connect to the other ranks {how}, "
             f"at {where}: {_first_line(error)}. "
@@ -111,7 +133,7 @@ def _open_store(process: LaunchedProcess, timeout: timedelta) -> dist.Store:
         store: dist.Store = dist.FileStore(process.store_file)
         store.set_timeout(timeout)
     elif process.rank == 0 and not process.has_store:
-        store = rendezvous.start_store(process.address, process.port, timeout)
+        store = addresses.start_store(process.address, process.port, timeout)
     else:
         store = dist.TCPStore(
             process.address, process.port, timeout=timeout, wait_for_workers=False

@@ -24,13 +24,12 @@ from allennlp_deepspeed.config.global_batch import fill_batch_size, finds_micro_
 from allennlp_deepspeed.config.json_types import is_integer
 from allennlp_deepspeed.engine.process import worker_failure
 from allennlp_deepspeed.launch import (
+    addresses,
     error_messages,
     launcher_environment,
-    node_comparison,
     nodes,
     preload,
     process_group,
-    rendezvous,
     worker,
 )
 from allennlp_deepspeed.launch.agent import UNGUARDED, UNGUARDED_EXIT_CODE, run_workers
@@ -113,11 +112,8 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
             if process is not None and launcher_environment.is_worker(config, process):
                 return _train_as_worker(train_model, arguments, process)
             node = nodes.local_node(config, arguments.get("node_rank", 0))
-            node = replace(
-                node,
-                values=node_comparison.values_of_training(config),
-                collectives=process_group.collectives_prefix(arguments["serialization_dir"]),
-            )
+            prefix = process_group.collectives_prefix(arguments["serialization_dir"])
+            node = replace(node, collectives=prefix)
             returns_model = arguments.pop("return_model", None)
             run_workers(node, worker.run, dict(os.environ), arguments, settings)
     if not returns_model or arguments.get("dry_run"):
@@ -164,7 +160,7 @@ def _train_as_worker(
     distributed = arguments["params"].as_dict(quiet=True)["distributed"]
     address, port = distributed["primary_address"], distributed["primary_port"]
     if process.num_nodes == 1 and not process.has_store:
-        address = rendezvous.LOOPBACK
+        address = addresses.LOOPBACK
     process = replace(process, address=address, port=port)
     worker.set_up_process(process)
     try:
@@ -194,13 +190,6 @@ def fill_derived_keys(params: Params) -> None:
         return
     distributed = config.get("distributed") or {}
     if not isinstance(distributed, dict):
-        return
-    if distributed.get("min_nodes") is not None:
-        # The batch size follows from the number of nodes that are there.
-        checkpointer = params.params["trainer"].setdefault("checkpointer", {"type": "deepspeed"})
-        if isinstance(checkpointer, dict):
-            # For nodes that join, for which the workers are stopped.
-            checkpointer.setdefault("save_on_preemption", True)
         return
     devices, num_nodes = distributed.get("cuda_devices"), distributed.get("num_nodes", 1)
     has_workers = isinstance(devices, list) and devices and is_integer(num_nodes) and num_nodes > 0

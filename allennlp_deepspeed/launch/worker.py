@@ -13,8 +13,6 @@ import socket
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
@@ -24,24 +22,19 @@ import numpy
 import torch
 import torch.distributed as dist
 from allennlp.commands import train as train_command
-from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.plugins import import_plugins
 from allennlp.common.util import import_module_and_submodules
-from allennlp.data import Vocabulary
-from allennlp.training import util as training_util
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from tqdm import tqdm
 
 from allennlp_deepspeed.checkpoint import start_record
-from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.engine.process import collectives, interruption, worker_failure
 from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
 from allennlp_deepspeed.engine.process.sequence_groups import read_by_groups
 from allennlp_deepspeed.engine.process.single_process import as_single_process
 from allennlp_deepspeed.launch import (
     error_messages,
-    launcher_environment,
     log_files,
     node_comparison,
     nodes,
@@ -49,14 +42,13 @@ from allennlp_deepspeed.launch import (
     resumption,
     unmatched_patterns,
 )
-from allennlp_deepspeed.launch.agent import Node, training_store
+from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.launch.console_lines import announce_start_and_end
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock
 from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
 from allennlp_deepspeed.launch.serialization_directory import (
     SerializationDirectory,
     create_once,
-    is_created,
 )
 from allennlp_deepspeed.reports.console_handler import (
     ConsoleSettings,
@@ -67,13 +59,8 @@ from allennlp_deepspeed.versions import differences
 
 logger = logging.getLogger(__name__)
 
-# Timeout of the connection to the store of the nodes' rendezvous.
-_TIME_TO_CONNECT = timedelta(seconds=60)
-
 
 def run(
-    node_rank: int,
-    training_id: str,
     node: Node,
     environment: Dict[str, str],
     arguments: Dict[str, Any],
@@ -84,10 +71,6 @@ def run(
 
     # Parameters
 
-    node_rank : `int`, required.
-        The rank of this node among those that have arrived.
-    training_id : `str`, required.
-        The id of the training, the same at each start of its workers.
     node : `Node`, required.
     environment : `Dict[str, str]`, required.
         The environment variables of the agent.
@@ -104,7 +87,7 @@ def run(
     # The agent sends SIGTERM then.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         interruption.discard(signal.SIGHUP)
-    process = _read_process(node, node_rank)
+    process = _read_process(node)
     os.environ.update({k: v for k, v in environment.items() if not k.startswith("TORCHELASTIC")})
     set_up_process(process)
     devices = arguments["params"].as_dict(quiet=True)["distributed"]["cuda_devices"]
@@ -122,14 +105,9 @@ def run(
             stack.enter_context(
                 shown_on_console(settings and settings._replace(is_shown=process.local_rank == 0))
             )
-            store = _store_of_training(node, training_id)
-            if node.min_nodes is not None:
-                # The agent logs why it stops its workers: a node joins, or a node is told to end.
-                stack.enter_context(mock.patch.object(interruption, "announce", _log_only))
-                stack.enter_context(_archive_only_at_end())
-            # Whether the command of a node that joins or returns has the flag doesn't matter.
-            if node.num_nodes > 1 and is_created(store, leader=0):
-                arguments["recover"] = False
+            store = None
+            if node.num_nodes == 1:
+                store = dist.FileStore(os.path.join(node.directory, "training"))
             if settings is not None:
                 disable_progress_bars_of_transformers()
             import_plugins()
@@ -139,6 +117,8 @@ def run(
             train(train_model, arguments, process, store)
     except BaseException as error:
         worker_failure.report(error)
+        if node.num_nodes > 1 and process.rank == 0:
+            worker_failure.wait_for_readers()
         sys.exit(1)
 
 
@@ -211,13 +191,8 @@ def train(
             spawning = stack.enter_context(ExitStack())
             become_worker = partial(_become_worker, spawning, process, directory)
             spawning.enter_context(as_single_process())
-            vocabulary = training_util.make_vocab_from_params
-            vocabulary = partial(_make_vocabulary, vocabulary, process.world_size)
-            for module, name, value in (
-                (train_command, "mp", SimpleNamespace(spawn=become_worker)),
-                (training_util, "make_vocab_from_params", vocabulary),
-            ):
-                stack.enter_context(mock.patch.object(module, name, value))
+            spawn = SimpleNamespace(spawn=become_worker)
+            stack.enter_context(mock.patch.object(train_command, "mp", spawn))
             stack.enter_context(directory.prepare_on_leader())
         try:
             result = train_model(**arguments)
@@ -232,52 +207,21 @@ def train(
         return result
 
 
-def _read_process(node: Node, node_rank: int) -> LaunchedProcess:
+def _read_process(node: Node) -> LaunchedProcess:
     """Returns the rank and addresses of this process."""
-    # Elastic doesn't know `--node-rank`.
-    rank = node_rank * node.num_workers + int(os.environ["LOCAL_RANK"])
-    process = launcher_environment.read_environment({**os.environ, "RANK": str(rank)})
-    if node.num_nodes > 1:
-        return process
+    local_rank = int(os.environ["LOCAL_RANK"])
     # A worker may have been killed while it wrote to that of the last start.
     name = f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    return replace(process, store_file=os.path.join(node.directory, name))
-
-
-def _store_of_training(node: Node, training_id: str) -> dist.Store:
-    """
-    Returns the store of the nodes' rendezvous, which outlives starts, and with an endpoint
-    trainings too. That of a single node is in a file of its agent's.
-    """
-    if node.num_nodes == 1:
-        return dist.FileStore(os.path.join(node.directory, "training"))
-    return training_store(
-        dist.TCPStore(node.address, node.port, timeout=_TIME_TO_CONNECT), training_id
+    return LaunchedProcess(
+        launcher="allennlp train",
+        rank=node.rank * node.num_workers + local_rank,
+        local_rank=local_rank,
+        world_size=node.num_nodes * node.num_workers,
+        local_world_size=node.num_workers,
+        address=node.address,
+        port=node.port,
+        store_file=os.path.join(node.directory, name) if node.num_nodes == 1 else "",
     )
-
-
-@contextmanager
-def _archive_only_at_end() -> Iterator[None]:
-    """
-    Context manager in which AllenNLP archives no model when a training is interrupted, because it
-    continues as soon as a node has joined or left.
-    """
-    archive_model = train_command.archive_model
-
-    def archive_at_end(*args: Any, **kwargs: Any) -> None:
-        if not isinstance(sys.exc_info()[1], TrainingInterrupted):
-            archive_model(*args, **kwargs)
-
-    with mock.patch.object(train_command, "archive_model", archive_at_end):
-        yield
-
-
-def _make_vocabulary(
-    make: Callable[..., Vocabulary], world_size: int, params: Params, *args: Any, **kwargs: Any
-) -> Vocabulary:
-    """Constructs the vocabulary with the batch size for the number of nodes that have arrived."""
-    fill_batch_size(params.params, world_size)
-    return make(params, *args, **kwargs)
 
 
 def _join_process_group(
@@ -296,13 +240,6 @@ def _join_process_group(
     )
     _check_same_on_all_ranks(node_comparison.comparable_values(config, arguments))
     directory = SerializationDirectory(arguments["serialization_dir"])
-    if distributed.get("min_nodes") is not None and not directory.is_shared:
-        raise ConfigurationError(
-            f"'distributed.min_nodes' is {distributed['min_nodes']}, which needs a serialization "
-            "directory that all nodes share, because a lost node takes its files with it. "
-            f"{arguments['serialization_dir']} is local on some nodes: use one on NFS, for "
-            "example, or remove 'distributed.min_nodes'."
-        )
     return store, directory
 
 
@@ -392,10 +329,7 @@ def _become_worker(
     spawning.close()
     # The process group exists already.
     there = SimpleNamespace(init_process_group=_do_nothing, barrier=dist.barrier)
-    # The nodes that are there, of which the config of elastic nodes may have more.
     own = inspect.signature(train_worker).bind(process.local_rank, *args).arguments
-    own.update(node_rank=process.node_rank, world_size=process.world_size)
-    fill_batch_size(own["params"].params, process.world_size)
     own["params"]["trainer"]["cuda_device"] = own["distributed_device_ids"][process.local_rank]
     with mock.patch.object(train_command, "dist", there), directory.log_by_rank():
         train_worker(**own)
@@ -403,7 +337,3 @@ def _become_worker(
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _log_only(logger: logging.Logger, message: str, **kwargs: Any) -> None:
-    logger.info(message)

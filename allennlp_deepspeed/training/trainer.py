@@ -231,7 +231,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._report = RunReport(keys)
             self._epoch_metrics = EpochMetricsCallback(self._serialization_dir)
             self._callbacks += self._own_callbacks()
-            # The last worker of elastic nodes is one, too.
+            # A single worker of torchrun is one, too.
             is_worker = arguments.distributed or worker_failure.has_error_file()
             self._interruption = TrainingInterruption(is_worker)
             self._step_metrics = StepMetrics(

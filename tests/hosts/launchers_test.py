@@ -1,7 +1,9 @@
 """Launchers on several hosts."""
 
+import re
 import shutil
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
@@ -69,6 +71,63 @@ def test_torchrun_trains_and_restarts_on_several_hosts(
     expected = experiments.run(EXPECTED).weights()
     for host in two_hosts.hosts:
         assert_same_weights(Result(tmp_path / host.name).weights(), expected, tolerance=0)
+
+
+# Otherwise nodes that join look for the store of the first round: docs/upstream.md.
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+# Any number of workers shares its 7 steps equally.
+SHARED: Config = {
+    "dataset_reader.max_instances": 84,
+    "validation_dataset_reader": {
+        **load_config("tagger")["dataset_reader"],
+        "max_instances": 12,
+    },
+    "validation_data_loader": {"batch_size": 2},
+    "data_loader": {"shuffle": False},
+    "trainer.optimizer": {"type": "sgd", "lr": 0.5},
+    "trainer.num_gradient_accumulation_steps": "auto",
+    "trainer.global_batch_size": 12,
+    "trainer.num_epochs": 4,
+    "trainer.callbacks": [{"type": "tell_steps", "pause": 0.5}],
+    "trainer.checkpointer": {"save_on_preemption": True},
+    "trainer.resume": "auto",
+}
+
+
+def test_torchrun_takes_in_a_node_that_joins_and_no_step_is_trained_twice(
+    experiments: Experiments, two_hosts: Hosts, tmp_path: Path
+) -> None:
+    launcher = [BIN / "torchrun", "--nnodes", "1:2", "--nproc-per-node", 1, "--max-restarts", 3]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{two_hosts[0].address}:{PORT}"]
+    launcher += ["--rdzv-conf", "last_call_timeout=2", "-m", MODULE]
+    config = deepspeed(load_config("tagger", SHARED), 2)
+    arguments = train(write_config(config, tmp_path), tmp_path / "shared")
+    output = tmp_path / "output"
+    output.mkdir()
+    with LaunchedCommands(output) as commands, ThreadPoolExecutor() as executor:
+        runs = []
+        for host in two_hosts.hosts:
+            command = host.command(*launcher, *arguments)
+            runs.append(executor.submit(commands.run, command, TIME_LIMIT, OWN_STORE))
+            deadline = time.monotonic() + TIME_LIMIT
+            while "step 2 of epoch 0" not in commands.output() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finished = [run.result() for run in runs]
+        printed = "\n".join([*(each.stdout for each in finished), commands.output()])
+        assert not any(each.returncode for each in finished), printed
+    alone, *together = (path.read_text() for path in sorted(output.iterdir()))
+    assert "Stopped by SIGTERM after step" in alone
+    assert any("Resharding checkpoint from world size 1 to 2" in text for text in together)
+    before, after = (
+        set(re.findall(r"^step \d+ of epoch \d+$", text, re.MULTILINE))
+        for text in (alone, "\n".join(together))
+    )
+    assert before and after and not before & after
+    del config["trainer"]["resume"]
+    config["distributed"] = {"cuda_devices": [-1, -1]}
+    expected = experiments.run(config).weights()
+    assert_same_weights(Result(tmp_path / "shared").weights(), expected)
 
 
 @pytest.mark.parametrize("name", ["mpich", pytest.param("deepspeed", marks=pytest.mark.soak)])

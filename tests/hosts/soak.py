@@ -1,7 +1,6 @@
 """
 Has trainings on two hosts fail in 40 ways, and writes what has become of them to
-`benchmarks/results/hosts_soak.md`, and all of it to `raw/hosts_soak.json` there. With `--elastic`
-has elastic nodes lose some of theirs, and writes `elastic_soak.md`.
+`benchmarks/results/hosts_soak.md`, and all of it to `raw/hosts_soak.json` there.
 """
 
 import argparse
@@ -17,7 +16,6 @@ from random import Random
 from typing import Any, Dict, List
 
 from benchmarks.harness import report
-from tests.hosts import elastic_trial
 from tests.hosts.trial import (
     GO_ON,
     KINDS,
@@ -36,7 +34,6 @@ from tests.support.hosts import missing_right, on_one_host
 logger = logging.getLogger(__name__)
 
 STAGES = (0, 3)
-STAGES_OF_ELASTIC = (0, 2, 3)
 
 
 def plan(num_faults: int, seed: int) -> List[Trial]:
@@ -54,59 +51,6 @@ def plan(num_faults: int, seed: int) -> List[Trial]:
         )
         for stage, is_shared, kind in itertools.islice(itertools.cycle(settings), num_faults)
     ]
-
-
-def run_elastic(arguments: argparse.Namespace) -> bool:
-    """Trains on elastic nodes, of which each trial loses a worker, an agent or a node."""
-    start = time.time()
-    root = Path(tempfile.mkdtemp(prefix="elastic-soak-"))
-    experiments = Experiments(root / "references")
-    expected = {
-        stage: experiments.run(elastic_trial.one_host(stage)) for stage in STAGES_OF_ELASTIC
-    }
-    generator = Random(arguments.seed)
-    kinds = itertools.cycle(itertools.product(elastic_trial.KINDS, STAGES_OF_ELASTIC))
-    trials = [
-        elastic_trial.draw(generator, stage, kind)
-        for kind, stage in itertools.islice(kinds, arguments.elastic)
-    ]
-
-    def execute(i: int) -> Outcome:
-        directory = root / f"trial_{i}"
-        directory.mkdir()
-        outcome = elastic_trial.run_elastic_trial(trials[i], expected[trials[i].stage], directory)
-        what = "\n".join(outcome.problems) or "as it should be"
-        logger.info("%d: %s: %.1f s; %s", i, trials[i], outcome.seconds[0], what)
-        if not outcome.problems:
-            shutil.rmtree(directory)
-        return outcome
-
-    chosen = list(arguments.only or range(len(trials)))
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        outcomes = list(pool.map(execute, chosen))
-    good = sum(not outcome.problems for outcome in outcomes)
-    rows = [
-        [str(trials[i]), f"{outcome.seconds[0]:.1f}", "yes" if not outcome.problems else "no"]
-        for i, outcome in zip(chosen, outcomes, strict=True)
-    ]
-    heading = report.heading(4)
-    summary = {"heading": heading, "seed": arguments.seed, "trials": rows}
-    text = report.document(
-        "Soak test of elastic nodes",
-        f"{len(rows)} trainings on three hosts of one worker, with `min_nodes` 1, "
-        "`max_restarts` 3, a shared directory and the store on a fourth host. In each a worker, "
-        f"an agent or a node is killed at a moment drawn at random. {good} of them ended on the "
-        "other nodes by themselves with the weights of one host without a fault, to float "
-        "tolerance, and left no process, no open port, no shared memory and no temporary file of "
-        "those that weren't killed.",
-        report.table(["Trial", "seconds from the fault to the end", "as it should be"], rows),
-        f"{report.describe(heading)} Seed {arguments.seed}; {(time.time() - start) / 60:.1f} "
-        "minutes. `make soak` runs it again.",
-    )
-    report.write(arguments.output, "elastic_soak", summary, text)
-    if good == len(outcomes):
-        shutil.rmtree(root)
-    return good == len(outcomes)
 
 
 def run(arguments: argparse.Namespace) -> bool:
@@ -217,7 +161,6 @@ def _seconds(trial: Dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=40, help="trainings, with a fault each")
-    parser.add_argument("--elastic", type=int, help="trainings on elastic nodes instead of those")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="trainings beside one another")
     parser.add_argument("--output", type=Path, default=report.RESULTS, help="a directory")
@@ -227,8 +170,7 @@ def main() -> None:
     reason = missing_right()
     if reason is not None:
         sys.exit(f"There can be no hosts here: {reason}")
-    execute = run if arguments.elastic is None else run_elastic
-    sys.exit(0 if execute(arguments) else 1)
+    sys.exit(0 if run(arguments) else 1)
 
 
 if __name__ == "__main__":

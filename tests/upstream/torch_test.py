@@ -4,17 +4,11 @@ import inspect
 import io
 import pickle
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Sequence
 
 import pytest
 import torch
 from allennlp.common.testing import requires_gpu
-from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _BackendRendezvousStateHolder
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from tests.upstream.unpatched import worked_around_by
 
@@ -71,44 +65,3 @@ def test_dropout_between_layers_is_another_after_the_random_state_is_set() -> bo
 @worked_around_by("launch.agent._limit_shutdown_time")
 def test_workers_of_elastic_get_30_seconds_when_one_has_failed() -> bool:
     return "self._pc.join(-1)" in inspect.getsource(MultiprocessContext._poll)
-
-
-@worked_around_by("launch.rendezvous.JsonBackend")
-def test_nodes_unpickle_what_is_in_the_store() -> bool:
-    return "pickle.loads(" in inspect.getsource(_BackendRendezvousStateHolder.sync)
-
-
-@worked_around_by("launch.agent._Agent._rendezvous")
-def test_in_later_rounds_nodes_have_the_store_of_the_first() -> bool:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    settings = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2, "last_call_timeout": 1}
-    handlers = [
-        get_rendezvous_handler(
-            RendezvousParameters(
-                backend="c10d",
-                endpoint=f"127.0.0.1:{store.port}",
-                run_id="test",
-                min_nodes=2,
-                max_nodes=3,
-                local_addr=f"127.0.0.{number}",
-                is_host=False,
-                **settings,
-            )
-        )
-        for number in (1, 2, 3)
-    ]
-
-    def addresses(of: Sequence[Any]) -> Any:
-        """Of the store of workers, in the next round."""
-        with ThreadPoolExecutor(len(of)) as pool:
-            infos = list(pool.map(lambda handler: handler.next_rendezvous(), of))
-        return [info.bootstrap_store_info.master_addr for info in infos]
-
-    try:
-        assert addresses(handlers) == ["127.0.0.1"] * 3
-        lost, *others = handlers
-        lost._stop_heartbeats()
-        return addresses(others) == ["127.0.0.2", "127.0.0.1"]
-    finally:
-        for handler in handlers:
-            handler.shutdown()

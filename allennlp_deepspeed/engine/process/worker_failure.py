@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -34,6 +35,11 @@ SECONDS_TO_EXIT = 10
 _SECONDS_FOR_CAUSE = 5.0
 _POLL_SECONDS = 0.2
 
+# From the end of the training on another node to the end of a worker that is stuck, and between
+# two looks whether it has ended.
+_SECONDS_AFTER_END = 15.0
+_SECONDS_BETWEEN_LOOKS = 2.0
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 NOT_ENTERED = "Another rank didn't enter the same collective within 'distributed.timeout'"
@@ -44,6 +50,9 @@ _STEP = ".step"
 
 # The store's key of the first failure of a rank that isn't a consequence of another one.
 _KEY = "allennlp_deepspeed/failure"
+
+# The store's key that a rank which has failed sets before it exits.
+_ENDED = "allennlp_deepspeed/ended"
 
 # The maximum number of lines of a traceback on the console.
 _MOST_LINES = 30
@@ -180,6 +189,9 @@ class FailureReporter:
         elif not failure.is_agreed and self.store is not None:
             with suppress(Exception):
                 self.store.compare_set(_KEY, "", json.dumps(asdict(failure)))
+        if not failure.is_agreed and self.store is not None:
+            with suppress(Exception):
+                self.store.set(_ENDED, "")
         _write(failure)
         return failure
 
@@ -210,7 +222,8 @@ class FailureReporter:
         rank reports none.
         """
         # The agent ends this process when it detects the first failure on this node.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         deadline = time.monotonic() + _SECONDS_FOR_CAUSE
         while time.monotonic() < deadline:
             with suppress(Exception):
@@ -243,6 +256,34 @@ def report_through(store: dist.Store) -> None:
     """Makes this worker report its failures to all ranks that share this store."""
     if _reporter is not None:
         _reporter.store = store
+
+
+def end_with_others(store: dist.Store) -> None:
+    """
+    Ends this process some time after other nodes have ended the training, which a worker that is
+    stuck doesn't notice. Runs in a thread.
+
+    # Parameters
+
+    store : `dist.Store`, required.
+        A connection of its own to that of `report_through`.
+    """
+    has_ended = False
+    while not has_ended:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        try:
+            has_ended = store.check([_ENDED])
+        except dist.DistError:
+            has_ended = True
+    time.sleep(_SECONDS_AFTER_END)
+    report(PeerFailed("Another node has ended the training."))
+    os._exit(1)
+
+
+def wait_for_readers() -> None:
+    """Waits before the process with the store exits, until the others have read its failure."""
+    if _reporter is not None and _reporter.store is not None:
+        time.sleep(_SECONDS_FOR_CAUSE)
 
 
 def raise_if_peer_failed() -> None:

@@ -95,17 +95,6 @@ def test_an_interrupted_training_says_how_to_continue(
     )
 
 
-def test_an_elastic_node_without_a_checkpoint_may_take_part_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["allennlp", "train"])
-    given = arguments(tmp_path)
-    given["params"]["distributed"] = {"cuda_devices": [-1], "num_nodes": 2, "min_nodes": 1}
-    with pytest.raises(SystemExit), print_how_to_resume(given):
-        raise KeyboardInterrupt
-    assert "run the same command if other nodes are training" in capsys.readouterr().out
-
-
 def test_what_cannot_be_said_leaves_the_end_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

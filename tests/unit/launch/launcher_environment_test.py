@@ -219,7 +219,6 @@ def test_where_to_meet_may_be_in_the_config() -> None:
             "'distributed.cuda_devices' has 2 entries, .* --nproc-per-node",
         ),
         (LAUNCHED, {"num_nodes": 4}, "'distributed.num_nodes' is 4, but .* started 2"),
-        (LAUNCHED, {"min_nodes": 1}, "'distributed.min_nodes' applies if"),
         (replace(LAUNCHED, port=0), {}, "no port for the rendezvous: set MASTER_PORT"),
     ],
 )

@@ -40,40 +40,6 @@ def test_a_data_loader_that_contradicts_the_global_batch_is_refused() -> None:
     assert line.startswith("'data_loader.batch_size' is 12, but with 'trainer.global_")
 
 
-ELASTIC = {"cuda_devices": [-1], "num_nodes": 3, "min_nodes": 2, "rendezvous_endpoint": "host:1"}
-
-
-@pytest.mark.parametrize(
-    "changes, start",
-    [
-        ({"global_batch_size": None}, "but 'trainer.global_batch_size' is unset: with fewer"),
-        ({"num_gradient_accumulation_steps": 2}, "but 'trainer.global_batch_size' is unset"),
-        ({"global_batch_size": 4}, "but 3 workers can't share 'trainer.global_batch_size' 4"),
-        ({"checkpointer": None}, "but workers don't save before a node joins: remove"),
-        ({"data_loader": {"batch_size": 4}}, "but 'data_loader.batch_size' is 4: remove it."),
-    ],
-)
-def test_what_elastic_nodes_cannot_train(changes: Dict[str, Any], start: str) -> None:
-    trainer = {k: v for k, v in changes.items() if k != "data_loader"}
-    config = experiment(**{**AUTO, **trainer})
-    config.update(distributed=ELASTIC, data_loader=changes.get("data_loader", {}))
-    (line,) = errors_of(config)
-    assert line.lstrip("- ").startswith("'distributed.min_nodes' is 2") and start in line
-
-
-def test_elastic_nodes_need_a_data_loader() -> None:
-    config = {**experiment(**AUTO), "distributed": ELASTIC}
-    del config["data_loader"]
-    (line,) = errors_of(config)
-    assert line.startswith("'data_loader' is missing")
-
-
-def test_elastic_nodes_are_checked_with_the_batch_size_of_all() -> None:
-    config = {**experiment(**AUTO), "distributed": ELASTIC, "data_loader": {}}
-    train_command.check(Params(config))
-    assert config["data_loader"] == {}
-
-
 def test_a_contrastive_model_is_pointed_to_gradient_caching() -> None:
     config = load_config("bi_encoder", TWO_WORKERS, {"data_loader": {"batch_size": 6}})
     config["trainer"].update({"type": "deepspeed", **AUTO})
