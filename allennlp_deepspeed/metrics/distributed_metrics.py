@@ -14,16 +14,14 @@ import functools
 import inspect
 import logging
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import (
     Any,
     Callable,
-    ContextManager,
     Dict,
     Iterator,
     List,
     NamedTuple,
-    Optional,
     Set,
     Tuple,
     Type,
@@ -40,7 +38,6 @@ from torch.distributed import ReduceOp
 
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.metrics.metric_calls import MetricCallMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +69,6 @@ class DistributedMetrics:
         apply()
         self._model = model
         self._metrics: Dict[str, Metric] = {}
-        self._others: Dict[str, Metric] = {}
-        self._monitor: Optional[MetricCallMonitor] = None
-        if collectives.world_size() > 1:
-            # Before `torch.compile` leaves out their calls.
-            for metric in _named_metrics(model).values():
-                if not _is_deferrable(metric):
-                    _monitor_calls(type(metric))
 
     @property
     def are_deferred(self) -> bool:
@@ -99,9 +89,7 @@ class DistributedMetrics:
             return
         metrics = _named_metrics(self._model)
         found = {name: metric for name, metric in metrics.items() if _is_deferrable(metric)}
-        of_ranks, others = zip(
-            *collectives.all_gather_object((sorted(found), metrics.keys() - found.keys()))
-        )
+        of_ranks = collectives.all_gather_object(sorted(found))
         if any(names != of_ranks[0] for names in of_ranks):
             differing = set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)
             raise RuntimeError(f"Only some workers have these metrics: {sorted(differing)}.")
@@ -110,19 +98,11 @@ class DistributedMetrics:
             _prepend_call(type(metric), "reset", _drop_counts)
             _prepend_call(type(metric), "get_metric", _refuse_in_forward_pass)
         self._metrics = found
-        self._others = {name: metrics[name] for name in set.intersection(*map(set, others))}
-        for metric in self._others.values():
-            _monitor_calls(type(metric))
-        if self._others and self._monitor is None:
-            self._monitor = MetricCallMonitor()
-        if self._monitor is not None:
-            self._monitor.restart_counts()
 
     @contextmanager
     def defer(self) -> Iterator[None]:
         """
-        Context manager within which calls of these metrics count on this rank alone, and those of
-        other metrics are monitored.
+        Context manager within which calls of these metrics count on this rank alone.
         """
         _deferring.append(self)
         try:
@@ -133,36 +113,6 @@ class DistributedMetrics:
     def defers(self, metric: Metric) -> bool:
         """Returns whether a metric is one of those that wait to be summed."""
         return any(metric is each for each in self._metrics.values())
-
-    def calling(self, metric: Metric) -> ContextManager[None]:
-        """Context manager for a call of any metric, which monitors one that communicates."""
-        name = next((name for name, each in self._others.items() if metric is each), None)
-        if name is None or self._monitor is None:
-            return nullcontext()
-        return self._monitor.calling(f"{type(metric).__name__} ('{name}')")
-
-    @property
-    def calls_checksum(self) -> int:
-        """Returns a checksum of the calls of metrics that communicate in them."""
-        return 0 if self._monitor is None else self._monitor.checksum
-
-    def check_calls(self) -> None:
-        """
-        Checks that the ranks have called metrics that communicate in calls in the same order. One
-        all-gather of objects, if there are such metrics. To be called by every rank.
-
-        # Raises
-
-        `ConfigurationError`
-            If they haven't.
-        """
-        if self._monitor is not None:
-            self._monitor.check()
-
-    def close(self) -> None:
-        """Ends the monitoring of calls."""
-        if self._monitor is not None:
-            self._monitor.close()
 
     def all_reduce(self) -> None:
         """
@@ -269,7 +219,8 @@ _announced: Set[Any] = {"allennlp.training.metrics.pearson_correlation"}
 _HINT = (
     "The metric %s communicates in each call. If its calls only add to attributes, declare "
     "`summed_attributes = (...)` with their names in its class: they are then summed over the "
-    "workers when metrics are read."
+    "workers when metrics are read. Otherwise each worker must call it equally often, and in the "
+    "same order as others: a worker that waits for a call ends after 'distributed.timeout'."
 )
 
 
@@ -336,21 +287,6 @@ def _count_locally(metric_class: Any) -> None:
 
 def _is_deferred(metric: Metric) -> bool:
     return any(each.defers(metric) for each in _deferring)
-
-
-def _monitor_calls(metric_class: Any) -> None:
-    """Wraps a class so that its calls are monitored in forward passes."""
-    if hasattr(vars(metric_class).get("__call__"), "is_monitored"):
-        return
-    call = metric_class.__call__
-
-    @functools.wraps(call)
-    def monitor(self: Metric, *args: Any, **kwargs: Any) -> Any:
-        with _deferring[-1].calling(self) if _deferring else nullcontext():
-            return call(self, *args, **kwargs)
-
-    monitor.is_monitored = True  # type: ignore[attr-defined]
-    metric_class.__call__ = monitor
 
 
 @contextmanager

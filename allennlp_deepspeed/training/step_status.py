@@ -15,8 +15,6 @@ class StepStatus(NamedTuple):
         The number of steps from the first with a NaN loss on any rank to now; 0 if there was none.
     ranks_differ : `bool`
         Whether the ranks reduced gradients of different parameters.
-    metric_calls_differ : `bool`
-        Whether the ranks called metrics that communicate in different orders.
     signal_number : `int`
         The maximum over all ranks, 0 if none has received a signal.
     has_non_finite_gradients : `bool`
@@ -31,7 +29,6 @@ class StepStatus(NamedTuple):
 
     steps_since_nan: int
     ranks_differ: bool
-    metric_calls_differ: bool
     signal_number: int
     has_non_finite_gradients: bool
     is_time_to_save: bool
@@ -43,7 +40,6 @@ def all_reduce_status(
     device: torch.device,
     steps_since_nan: int,
     used_parameters_checksum: int,
-    metric_calls_checksum: int,
     signal_number: int,
     has_non_finite_gradients: bool,
     is_time_to_save: bool,
@@ -51,7 +47,7 @@ def all_reduce_status(
     seconds_per_step: float,
 ) -> StepStatus:
     """
-    Exchanges the ranks' information on the steps in one collective of 80 bytes. Every rank must
+    Exchanges the ranks' information on the steps in one collective of 64 bytes. Every rank must
     call it. It synchronizes with the device.
 
     # Parameters
@@ -59,25 +55,21 @@ def all_reduce_status(
     device : `torch.device`, required.
         The device that the process group communicates on.
     used_parameters_checksum : `int`, required.
-    metric_calls_checksum : `int`, required.
-        Checksums of 32 bits.
+        A checksum of 32 bits.
 
     The others are those of `StepStatus`, on this rank.
     """
     values = (steps_since_nan, signal_number)
     flags = (has_non_finite_gradients, is_time_to_save, has_changed_weights)
-    checksums = (used_parameters_checksum, metric_calls_checksum)
     # One maximum over the ranks: those of a checksum and of its negative are the maximum and the
     # minimum.
-    extremes = (*checksums, *(-checksum for checksum in checksums))
+    extremes = (used_parameters_checksum, -used_parameters_checksum)
     numbers = list(map(float, (seconds_per_step, *values, *flags, *extremes)))
     maxima = collectives.all_reduce_max(numbers, device, dtype=torch.float64)
-    seconds, since_nan, signal_, is_non_finite, is_time, has_changed, *extrema = maxima
-    largest_used, largest_calls, smallest_used, smallest_calls = extrema
+    seconds, since_nan, signal_, is_non_finite, is_time, has_changed, largest, smallest = maxima
     return StepStatus(
         steps_since_nan=int(since_nan),
-        ranks_differ=largest_used != -smallest_used,
-        metric_calls_differ=largest_calls != -smallest_calls,
+        ranks_differ=largest != -smallest,
         signal_number=int(signal_),
         has_non_finite_gradients=bool(is_non_finite),
         is_time_to_save=bool(is_time),

@@ -270,7 +270,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self._gradient_synchronizer = self._construct_gradient_synchronizer()
             wrapped_model.call_before_destroy(LogWriters(self).remove)
             wrapped_model.call_before_destroy(self._report.close)
-            wrapped_model.call_before_destroy(self._distributed_metrics.close)
             self._extensions.construct(self._step_context())
             self._gradient_step = self._construct_gradient_step()
             self._attributes = self._construct_attribute_states()
@@ -735,7 +734,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             with self._gathered_evaluation.evaluation():
                 sums = super()._validation_loss(epoch)
             result = self._loss_of_validation.weight_by_tokens(sums)
-            self._distributed_metrics.check_calls()
             problem = describe_nan_validation(result[0], epoch)
             if problem is not None:
                 logger.warning(problem)
@@ -765,8 +763,7 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             On every rank, if ranks used different parameters where that makes gradients wrong, or
             if weights have been changed where the change is lost.
         `ConfigurationError`
-            If a callback has been added that the engine isn't prepared for, and on every rank, if
-            ranks called metrics that communicate in different orders.
+            If a callback has been added that the engine isn't prepared for.
         """
         callback_kinds.check_added(self._callbacks, self._callbacks_at_construction)
         interval, losses = self._step_metrics.synchronization_interval, self._step_metrics.losses
@@ -775,7 +772,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             self.cuda_device,
             steps_since_nan=own_steps_since_nan,
             used_parameters_checksum=self._gradient_synchronizer.used_parameters_checksum(),
-            metric_calls_checksum=self._distributed_metrics.calls_checksum,
             signal_number=self._interruption.signal_number,
             has_non_finite_gradients=self._gradient_step.has_non_finite_gradients(),
             is_time_to_save=self._checkpointer is not None
@@ -801,8 +797,6 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             raise RuntimeError(describe_different_parameters(when))
         if status.has_changed_weights:
             self._weight_change_detector.raise_error()
-        if status.metric_calls_differ:
-            self._distributed_metrics.check_calls()
         self._extensions.check(self.cuda_device)
         self._weight_change_detector.is_due = True
         self._step_metrics.log(status.seconds_per_step, self._gradient_step.pop_metrics())

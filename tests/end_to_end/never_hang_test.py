@@ -254,22 +254,13 @@ def test_a_signal_before_a_run_has_caught_up_with_its_checkpoint(tmp_path: Path)
     [
         # Of 7 instances one worker has one more.
         (2, True, [["instances"], ["instances"]]),
-        (3, True, [["instances"], ["instances"]]),
         (0, False, [["instances"], ["instances"]]),
         # In a collective of the training there are as many.
-        (0, True, [["question"], []]),
-        (2, False, [["question"], []]),
-        # As many in each step.
-        (2, True, [["question", "answer"], ["answer", "question"]]),
-        (0, False, [["question", "answer"], ["answer", "question"]]),
+        (3, True, [["question"], []]),
     ],
 )
 def test_metrics_that_reduce_in_different_calls_end_all(
-    tmp_path: Path,
-    stage: int,
-    in_training: bool,
-    calls: List[List[str]],
-    expect_message: Callable[[str], None],
+    tmp_path: Path, stage: int, in_training: bool, calls: List[List[str]]
 ):
     changes = {
         "model.type": "asking_tagger",
@@ -277,22 +268,11 @@ def test_metrics_that_reduce_in_different_calls_end_all(
         "model.calls": calls,
         "data_loader": {"batch_size": 4},
         "dataset_reader.max_instances": 7,
+        "distributed.timeout": 5,
     }
     run = train(tagger(stage, changes), tmp_path, time_limit=60)
     assert run.returncode == 1, run.output[-6000:]
-    assert "Traceback" not in run.output
-    *_, message = (line for line in run.output.splitlines() if "summed_attributes" in line)
-    expect_message(message)
-
-
-def test_workers_that_are_slow_are_none_that_call_metrics_differently(tmp_path: Path):
-    changes = {
-        "model.type": "asking_tagger",
-        "model.in_training": True,
-        "model.calls": [["question"], ["question"]],
-        **callback("sleep", point="step 2 of epoch 0", rank=1, seconds=13),
-    }
-    train(tagger(2, changes), tmp_path).check()
+    assert "Asked" in (tmp_path / "out" / "out_worker0.log").read_text()  # which communicates
 
 
 @pytest.mark.parametrize(
