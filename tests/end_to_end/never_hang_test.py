@@ -268,7 +268,7 @@ def test_metrics_that_reduce_in_different_calls_end_all(
         "model.calls": calls,
         "data_loader": {"batch_size": 4},
         "dataset_reader.max_instances": 7,
-        "distributed.timeout": 5,
+        "distributed": {"cuda_devices": [-1, -1], "timeout": 5},
     }
     run = train(tagger(stage, changes), tmp_path, time_limit=60)
     assert run.returncode == 1, run.output[-6000:]
