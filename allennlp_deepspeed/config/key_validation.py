@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.json_types import as_json
-from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement, replacement_of_type
+from allennlp_deepspeed.config.keys_of_others import advice, replacement_of_type
 
 
 def nearest(name: str, known: List[str]) -> Optional[str]:
@@ -212,5 +212,5 @@ def check_names(
         if path in FORMER_KEYS:
             errors.add(f"'{path}' no longer exists: {FORMER_KEYS[path]}")
         elif name not in known:
-            hint = replacement(path) or did_you_mean(name, known, page="docs/reference.md")
+            hint = advice(path) or did_you_mean(name, known, page="docs/reference.md")
             errors.add(f"unknown key '{name}' in '{section}': {hint}")

@@ -1,14 +1,108 @@
 """
-Says what to write here for keys of other trainers: DeepSpeed, Hugging Face's Trainer and Lightning.
+Lists keys and registered names of AllenNLP 0.9 and 1 that AllenNLP 2 lacks, by the nearest section
+above the key, and keys of other trainers, with what to write instead.
 """
 
-from typing import Optional
+from typing import Dict, List, Optional
 
-from allennlp_deepspeed.config.schema_validation import find_key_paths
+_TOP_LEVEL = ""
 
-_MAX_LENGTH = 150
+_CALLBACKS = "write 'trainer.callbacks', with AllenNLP 2's `TrainerCallback`"
+_TENSORBOARD = "\"tensorboard\" in 'trainer.callbacks'"
+_MISMATCHED = '"pretrained_transformer_mismatched", with "model_name"'
+_TRANSFORMER_KEYS = {"pretrained_model": 'write "model_name"'}
 
-_INSTEAD = {
+_KEYS: Dict[str, Dict[str, str]] = {
+    _TOP_LEVEL: {
+        "iterator": "write 'data_loader'",
+        "validation_iterator": "write 'validation_data_loader'",
+        "cuda_device": "write 'trainer.cuda_device', or 'distributed.cuda_devices' for several "
+        "workers",
+        "vocabulary_params": "write 'vocabulary'",
+    },
+    "distributed": {
+        "master_address": "write 'distributed.primary_address'",
+        "master_port": "write 'distributed.primary_port'",
+    },
+    "dataset_reader": {
+        "lazy": "remove it (to read in each epoch: 'data_loader.max_instances_in_memory')",
+        "cache_directory": "remove it",
+    },
+    "tokenizer": dict.fromkeys(
+        ("word_splitter", "word_filter", "word_stemmer"), "remove it, or register a tokenizer"
+    ),
+    "token_indexers": {
+        **_TRANSFORMER_KEYS,
+        **dict.fromkeys(
+            ("do_lowercase", "use_starting_offsets", "truncate_long_sequences"),
+            "remove it (the model's tokenizer decides)",
+        ),
+        "max_pieces": 'write "max_length"',
+    },
+    "text_field_embedder": {
+        "token_embedders": "write the embedders in it",
+        **dict.fromkeys(
+            ("allow_unmatched_keys", "embedder_to_indexer_map"),
+            "remove it, and give each embedder the name of its indexer in 'token_indexers'",
+        ),
+    },
+    "token_embedders": {
+        **_TRANSFORMER_KEYS,
+        "requires_grad": 'write "train_parameters" (of "embedding": "trainable")',
+        "top_layer_only": 'write "last_layer_only"',
+    },
+    "trainer": {
+        "num_serialized_models_to_keep": "write 'trainer.checkpointer.keep_most_recent_by_count'",
+        "keep_serialized_model_every_num_seconds": "remove it, or write "
+        "'trainer.checkpointer.keep_most_recent_by_age'",
+        "model_save_interval": "write 'trainer.checkpointer.save_every_num_seconds'",
+        "opt_level": 'write "bf16" or "fp16" in \'trainer.deepspeed_config\'',
+        "shuffle": "write 'data_loader.shuffle'",
+        **dict.fromkeys(("batch_callbacks", "epoch_callbacks", "end_callbacks"), _CALLBACKS),
+        **dict.fromkeys(
+            (
+                "tensorboard_writer",
+                "summary_interval",
+                "histogram_interval",
+                "should_log_learning_rate",
+                "should_log_parameter_statistics",
+                "log_batch_size_period",
+            ),
+            f"write {_TENSORBOARD}",
+        ),
+    },
+    "optimizer": {
+        "t_total": "remove it, and write 'trainer.learning_rate_scheduler'",
+        "schedule": "remove it, and write 'trainer.learning_rate_scheduler'",
+        "warmup": "remove it, and write 'trainer.learning_rate_scheduler.warmup_steps'",
+        "max_grad_norm": "write 'trainer.grad_norm'",
+        "infer_type_and_cast": "remove it",
+    },
+    "checkpointer": {
+        "num_serialized_models_to_keep": 'write "keep_most_recent_by_count"',
+        "keep_serialized_model_every_num_seconds": 'remove it, or write "keep_most_recent_by_age"',
+        "model_save_interval": 'write "save_every_num_seconds"',
+    },
+    "vocabulary": {
+        "directory_path": 'write {"type": "from_files", "directory": ...}',
+        "extend": 'write {"type": "extend", "directory": ...}',
+    },
+}
+_LOADER = {
+    "instances_per_epoch": 'write "batches_per_epoch", in batches of each worker',
+    "cache_instances": "remove it (instances are cached unless 'max_instances_in_memory' is set)",
+    "biggest_batch_first": "remove it",
+    "sampler": 'write "shuffle", or "batch_sampler"',
+    **dict.fromkeys(
+        ("pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "track_epoch"),
+        "remove it",
+    ),
+    "sorting_keys": 'write the names of fields, such as ["tokens"]',
+}
+_KEYS.update(data_loader=_LOADER, validation_data_loader=_LOADER)
+
+# Of DeepSpeed, Hugging Face's Trainer and Lightning, in any section.
+_ANYWHERE: Dict[str, str] = {
     "gradient_clipping": "write 'trainer.grad_norm'",
     "max_grad_norm": "write 'trainer.grad_norm'",
     "gradient_accumulation_steps": "write 'trainer.num_gradient_accumulation_steps'",
@@ -33,69 +127,104 @@ _INSTEAD = {
     "seed": "write 'random_seed', 'numpy_seed' and 'pytorch_seed' at the top level",
     "deepspeed": "write 'trainer.deepspeed_config'",
     "precision": "write 'trainer.use_amp': true, or \"bf16\" in 'trainer.deepspeed_config'",
+    "accumulate_grad_batches": "write 'trainer.num_gradient_accumulation_steps'",
+    "gradient_clip_val": "write 'trainer.grad_norm'",
+    "optim": "write 'trainer.optimizer.type'",
+    "adam_epsilon": "write 'trainer.optimizer.eps'",
+    "lr_scheduler_type": "write 'trainer.learning_rate_scheduler'",
+    "lr_scheduler_kwargs": "write 'trainer.learning_rate_scheduler'",
+    "warmup_ratio": "write 'trainer.learning_rate_scheduler.warmup_steps'",
+    "dataloader_num_workers": "write 'data_loader.num_workers'",
+    "dataloader_drop_last": "write 'data_loader.drop_last'",
+    "group_by_length": "write \"bucket\" in 'data_loader.batch_sampler'",
+    "limit_train_batches": "write 'dataset_reader.max_instances'",
+    "check_val_every_n_epoch": "write 'trainer.validation_interval'",
+    "gradient_checkpointing": "write 'trainer.activation_checkpointing'",
+    "report_to": 'write "wandb" or "tensorboard" in \'trainer.callbacks\'',
+    "logging_dir": "write \"tensorboard\" in 'trainer.callbacks'",
+    "run_name": 'write "name" of "wandb" in \'trainer.callbacks\'',
+    "save_strategy": "write 'trainer.checkpointer.save_every_num_batches'",
+    "num_nodes": "write 'distributed.num_nodes'",
+    "ddp_timeout": "write 'distributed.timeout'",
+    "label_smoothing_factor": "write it in the model",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "write 'trainer.optimizer.betas'"),
+    **dict.fromkeys(
+        ("accelerator", "devices", "strategy"),
+        "write 'distributed.cuda_devices', such as [0, 1], or 'trainer.cuda_device'",
+    ),
+    **dict.fromkeys(
+        ("eval_steps", "eval_strategy", "evaluation_strategy", "val_check_interval"),
+        "write 'data_loader.batches_per_epoch', because each epoch ends with a validation",
+    ),
+    "ddp_find_unused_parameters": 'write "find_unused_parameters" in \'trainer.deepspeed_config.'
+    "zero_optimization'",
+    "gradient_checkpointing_kwargs": "write 'trainer.activation_checkpointing'",
+    "optim_args": "write the arguments in 'trainer.optimizer'",
+    "adafactor": "write \"adafactor\" as 'trainer.optimizer.type'",
+    **dict.fromkeys(
+        (
+            *("auto_find_batch_size", "dataloader_pin_memory", "ddp_backend", "do_eval"),
+            *("do_train", "eval_on_start", "greater_is_better", "half_precision_backend"),
+            *("label_names", "length_column_name", "load_best_model_at_end", "logging_strategy"),
+            *("logging_first_step", "neftune_noise_alpha", "push_to_hub", "tf32"),
+            *("remove_unused_columns", "torch_empty_cache_steps"),
+        ),
+        "remove it",
+    ),
 }
 
-# Keys for which there is no single one here.
-_OTHERS = {
-    "accelerator",
-    "accumulate_grad_batches",
-    "adafactor",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "auto_find_batch_size",
-    "check_val_every_n_epoch",
-    "dataloader_drop_last",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "ddp_backend",
-    "ddp_find_unused_parameters",
-    "ddp_timeout",
-    "devices",
-    "do_eval",
-    "do_train",
-    "eval_on_start",
-    "eval_steps",
-    "eval_strategy",
-    "evaluation_strategy",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
-    "gradient_clip_val",
-    "greater_is_better",
-    "group_by_length",
-    "half_precision_backend",
-    "label_names",
-    "label_smoothing_factor",
-    "length_column_name",
-    "limit_train_batches",
-    "load_best_model_at_end",
-    "logging_dir",
-    "logging_first_step",
-    "logging_strategy",
-    "lr_scheduler_kwargs",
-    "lr_scheduler_type",
-    "neftune_noise_alpha",
-    "num_nodes",
-    "optim",
-    "optim_args",
-    "push_to_hub",
-    "remove_unused_columns",
-    "report_to",
-    "run_name",
-    "save_strategy",
-    "strategy",
-    "tf32",
-    "torch_empty_cache_steps",
-    "val_check_interval",
-    "warmup_ratio",
+_REGEXES = 'write {"regexes": [...]}'
+_LISTS = {"initializer": _REGEXES, "regularizer": _REGEXES}
+
+_TYPES: Dict[str, Dict[str, str]] = {
+    "tokenizer": {"word": '"spacy"'},
+    "token_indexers": {
+        "bert-pretrained": _MISMATCHED,
+        "pos_tag": '"single_id" with "feature_name": "tag_"',
+        "dependency_label": '"single_id" with "feature_name": "dep_"',
+        "ner_tag": '"single_id" with "feature_name": "ent_type_"',
+    },
+    "token_embedders": {"bert-pretrained": _MISMATCHED},
+    "trainer": {"callback": '"deepspeed"', "default": '"deepspeed"'},
+    "callbacks": {
+        "log_to_tensorboard": _TENSORBOARD,
+        **dict.fromkeys(
+            ("validate", "checkpoint", "track_metrics", "update_learning_rate"),
+            "the trainer's own keys, without this callback",
+        ),
+    },
+    "optimizer": {"bert_adam": '"huggingface_adamw"'},
+    "data_loader": {"pytorch_dataloader": '"multiprocess"', "default": '"multiprocess"'},
 }
 
 
-def advice(name: str) -> Optional[str]:
-    """Returns what to write for a key of another trainer, `None` if it isn't one."""
-    if name in _INSTEAD:
-        return _INSTEAD[name]
-    if name in _OTHERS:
-        return "see docs/moving_from_other_trainers.md"
-    places = " or ".join(f"'trainer.deepspeed_config.{path}'" for path in find_key_paths(name))
-    return f"write {places}" if places and len(places) < _MAX_LENGTH else None
+def replacement(path: str) -> Optional[str]:
+    """
+    Returns what to write for a key of AllenNLP 0.9 or 1, `None` if it isn't one. The `path` is the
+    whole path of the key.
+    """
+    *sections, name = path.split(".")
+    return _in_nearest(_KEYS, sections, name)
+
+
+def advice(path: str) -> Optional[str]:
+    """The same for a key of any other trainer."""
+    return replacement(path) or _ANYWHERE.get(path.split(".")[-1])
+
+
+def replacement_of_list(path: str) -> Optional[str]:
+    """Returns what to write instead of a list at this path, `None` if it was never a list."""
+    return _LISTS.get(path.split(".")[-1])
+
+
+def replacement_of_type(path: str, name: str) -> Optional[str]:
+    """The same for the registered name of a section, `None` if it isn't one of AllenNLP 1."""
+    instead = _in_nearest(_TYPES, path.removesuffix(".type").split("."), name)
+    return None if instead is None else f"a name of AllenNLP 1; write {instead}"
+
+
+def _in_nearest(table: Dict[str, Dict[str, str]], sections: List[str], name: str) -> Optional[str]:
+    for section in reversed(sections or [_TOP_LEVEL]):
+        if name in table.get(section, {}):
+            return table[section][name]
+    return None

@@ -20,7 +20,6 @@ from allennlp.models import Model
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.config import keys_of_others
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.contradictions import check_unused_parameters
 from allennlp_deepspeed.config.declared_keys import (
@@ -38,8 +37,8 @@ from allennlp_deepspeed.config.global_batch import (
 )
 from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, values_in
 from allennlp_deepspeed.config.key_validation import check_names, check_values, did_you_mean
-from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement_of_type
-from allennlp_deepspeed.config.schema_validation import ROOT, lookup, validate
+from allennlp_deepspeed.config.keys_of_others import advice, replacement_of_type
+from allennlp_deepspeed.config.schema_validation import ROOT, find_key_paths, lookup, validate
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, ResolvedConfig, registered_name
 from allennlp_deepspeed.config.sparse_embeddings import check_sparse_embeddings
 from allennlp_deepspeed.config.transformer_kwargs import check_transformer_kwargs
@@ -341,6 +340,9 @@ def _evaluates_on_all_workers(train_loop: Any) -> bool:
     return isinstance(train_loop_class, type) and issubclass(train_loop_class, DeepSpeedTrainModel)
 
 
+# Of a key in DeepSpeed's schema, in a message.
+_MOST_PLACES = 3
+
 _REFUSED_CALLBACKS = {
     "mixed_precision_backward": NO_SCALING_CALLBACK,
     "deepspeed_communication": (
@@ -427,10 +429,10 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
             '\'trainer.distributed\' is set by AllenNLP: write "distributed": {"cuda_devices": '
             "[0, 1]} at the top level of the config."
         )
-    for name in [name for name in keys if name not in known]:
-        place = keys_of_others.advice(name)
-        if place is not None:
-            errors.add(f"unknown key '{name}' in 'trainer': {place}")
+    for name in [name for name in keys if name not in known and not advice(f"trainer.{name}")]:
+        places = [f"'trainer.deepspeed_config.{path}'" for path in find_key_paths(name)]
+        if 0 < len(places) <= _MOST_PLACES:
+            errors.add(f"unknown key '{name}' in 'trainer': write {' or '.join(places)}")
             del keys[name]
     check_names("trainer", known, keys, errors)
     declared = inspect.signature(DeepSpeedTrainer.from_partial_objects).parameters

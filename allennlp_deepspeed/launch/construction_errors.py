@@ -15,7 +15,7 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.key_validation import did_you_mean, unregistered
-from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement, replacement_of_list
+from allennlp_deepspeed.config.keys_of_others import advice, replacement, replacement_of_list
 from allennlp_deepspeed.training.trainer_arguments import TrainerArguments
 
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
@@ -220,7 +220,7 @@ def _describe_extra_keys(path: str, frames: List[FrameType]) -> List[str]:
 
 def _unknown_key(path: str, key: str, name: str, known: List[str]) -> str:
     known = [each for each in known if each not in ("args", "kwargs", "vocab", key)]
-    hint = replacement(f"{path}.{key}") or (
+    hint = advice(f"{path}.{key}") or (
         did_you_mean(key, known, page=f"the arguments of {name}") if known else "remove it"
     )
     return f"'{path}.{key}' is unknown: {name} has no such argument; {hint}"

@@ -19,7 +19,7 @@ from allennlp.training.moving_average import MovingAverage
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, unquoted, values_in
 from allennlp_deepspeed.config.key_validation import did_you_mean, unregistered
-from allennlp_deepspeed.config.keys_of_allennlp_1 import replacement
+from allennlp_deepspeed.config.keys_of_others import advice
 from allennlp_deepspeed.config.settings import DEFAULT_TYPE, registered_name
 
 # Of AllenNLP's train command, which doesn't pass them to the train loop.
@@ -50,7 +50,7 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
     known = [*_arguments(config), *_OF_COMMAND]
     for name in config:
         if name not in known:
-            hint = replacement(name) or did_you_mean(name, known, page="docs/configuration.md")
+            hint = advice(name) or did_you_mean(name, known, page="docs/configuration.md")
             errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
     added = config.get("include_in_archive")
     if added is not None and not (

@@ -300,3 +300,25 @@ def test_sparse_gradients_are_refused_by_their_key(model: Dict[str, Any], path: 
 def test_a_softmax_that_is_not_sampled_has_no_sparse_gradients() -> None:
     model = {"type": "language_model", "num_samples": None, "sparse_embeddings": True}
     train_command.check(Params({**experiment(), "model": model}))
+
+
+@pytest.mark.parametrize(
+    "section, key, expected",
+    [
+        ("", "report_to", '"wandb" or "tensorboard" in \'trainer.callbacks\''),
+        ("trainer", "val_check_interval", "'data_loader.batches_per_epoch'"),
+        ("trainer.checkpointer", "save_total_limit", "keep_most_recent_by_count"),
+        ("distributed", "devices", "'distributed.cuda_devices'"),
+    ],
+)
+def test_keys_of_other_trainers_are_answered_in_every_section(
+    section: str, key: str, expected: str
+) -> None:
+    config = experiment(**AUTO)
+    config["distributed"] = {"cuda_devices": [-1, -1]}
+    config["trainer"]["checkpointer"] = {"type": "deepspeed"}
+    found = config
+    for name in filter(None, section.split(".")):
+        found = found[name]
+    found[key] = 1
+    assert any(f"'{key}'" in line and expected in line for line in errors_of(config))
