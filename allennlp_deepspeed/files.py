@@ -155,25 +155,6 @@ def link(path: str, new_path: str) -> None:
         flush(new_path)
 
 
-def copy(path: str, new_path: str) -> None:
-    """
-    Copies a file, or a directory with its contents, and flushes the copy to disk.
-
-    # Raises
-
-    `OSError`
-        If it is a link or contains one, or if there is a file of the new name.
-    """
-    if os.path.isdir(path) and not os.path.islink(path):
-        make_directory(new_path)
-        for name in os.listdir(path):
-            copy(os.path.join(path, name), os.path.join(new_path, name))
-    else:
-        before_operation("copy", new_path)
-        _copy_contents(path, new_path)
-    flush(new_path)
-
-
 def _copy_contents(path: str, new_path: str) -> None:
     with (
         open_regular(path) as source,

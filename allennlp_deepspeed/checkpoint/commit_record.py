@@ -123,7 +123,11 @@ class CommitRecord:
                     f"{first} and {name} in {directory} are parts of different checkpoints: copy "
                     "those of one training, into an empty directory."
                 )
-            merged.files.update(record.files)
+            for file_name, each in record.files.items():
+                # Those that every node has may differ, and one of them is there.
+                known = merged.files.setdefault(file_name, each)
+                if known != each and _problem(directory, file_name, each) is None:
+                    merged.files[file_name] = each
             merged.ranks = sorted({*merged.ranks, *record.ranks})
         if len(merged.ranks) == merged.world_size:
             merged.ranks = []
@@ -270,7 +274,12 @@ class CommitRecord:
 
 
 def _list(directory: str) -> List[str]:
-    return os.listdir(directory) if os.path.isdir(directory) else []
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} could not be read: {error}.") from error
 
 
 def training_state_name(rank: int) -> str:

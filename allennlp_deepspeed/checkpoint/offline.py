@@ -1,7 +1,7 @@
 """Finds checkpoints for commands that work on files. No process group is needed."""
 
 import os
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from allennlp.common.checks import ConfigurationError
 
@@ -66,10 +66,16 @@ def find_checkpoint(
         directories, or if the vocabulary isn't the one that it was trained with.
     """
     checkpoints = CheckpointDirectory(serialization_dir)
-    point = point or _find_point(checkpoints, epoch)
-    directory = checkpoints.path(point)
-    record = CommitRecord.read(directory)
-    record.check_complete(directory)
+    points = [point] if point is not None else _find_points(checkpoints, epoch)
+    # Of several nodes, not all may have committed the newest one.
+    for point in points:
+        directory = checkpoints.path(point)
+        record = CommitRecord.read(directory)
+        if not record.ranks:
+            break
+    else:
+        directory = checkpoints.path(points[0])
+        CommitRecord.read(directory).check_complete(directory)
     record.verify(directory)
     problem = vocabulary_files.difference(serialization_dir, record.vocabulary, directory)
     if problem is not None:
@@ -96,7 +102,8 @@ def read_weights(checkpoint: str) -> Dict[str, Any]:
         ) from error
 
 
-def _find_point(checkpoints: CheckpointDirectory, epoch: Optional[int]) -> PointInTime:
+def _find_points(checkpoints: CheckpointDirectory, epoch: Optional[int]) -> List[PointInTime]:
+    """Returns the checkpoints, or those that have completed `epoch` epochs, the preferred first."""
     every = checkpoints.list_checkpoints()
     points = [point for point in every if epoch in (None, point.epochs)]
     if not points:
@@ -105,4 +112,5 @@ def _find_point(checkpoints: CheckpointDirectory, epoch: Optional[int]) -> Point
         raise CheckpointError(
             f"There is no {which} in {checkpoints.serialization_dir}. Found: {found or 'none'}."
         )
-    return max(points, key=lambda point: (epoch is not None and point.steps == 0, point))
+    # At the end of the epoch, or else the newest.
+    return sorted(points, key=lambda p: (epoch is not None and p.steps == 0, p), reverse=True)

@@ -210,7 +210,7 @@ def _check_ranks(path: str, record: CommitRecord, directories: Directories) -> N
 
 _ADVICE = (
     "If each node has its own serialization directory, a training must be resumed with the same "
-    f"ranks on the same hosts. Otherwise {COPY_ADVICE} on all nodes."
+    f"ranks on the same hosts. Otherwise {COPY_ADVICE}, shared by all nodes."
 )
 
 

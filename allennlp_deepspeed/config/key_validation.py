@@ -162,6 +162,12 @@ FORMER_KEYS: Dict[str, str] = {
     "trainer.grad_cache.negatives": "write 'model.negatives'",
     "trainer.grad_cache.trim_padding": "remove it; chunks keep the padding of their batch",
     "trainer.reduce_within": "remove it; DeepSpeed's collectives reduce the gradients",
+    **dict.fromkeys(
+        ("distributed.min_nodes", "distributed.rendezvous_endpoint", "distributed.rendezvous_id"),
+        'remove it, write "resume": "auto" in \'trainer\', and start the nodes by `torchrun '
+        "--nnodes MIN:MAX --max-restarts N --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id "
+        "ID ... -m allennlp train ...`",
+    ),
 }
 """Replacements of removed keys, by path."""
 

@@ -146,7 +146,7 @@ _ANYWHERE: Dict[str, str] = {
     "save_strategy": "write 'trainer.checkpointer.save_every_num_batches'",
     "num_nodes": "write 'distributed.num_nodes'",
     "ddp_timeout": "write 'distributed.timeout'",
-    "label_smoothing_factor": "write it in the model",
+    "label_smoothing_factor": "remove it (the model computes the loss)",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "write 'trainer.optimizer.betas'"),
     **dict.fromkeys(
         ("accelerator", "devices", "strategy"),
@@ -209,7 +209,8 @@ def replacement(path: str) -> Optional[str]:
 
 def advice(path: str) -> Optional[str]:
     """The same for a key of any other trainer."""
-    return replacement(path) or _ANYWHERE.get(path.split(".")[-1])
+    found = replacement(path) or _ANYWHERE.get(path.split(".")[-1])
+    return None if found is not None and f"'{path}'" in found else found
 
 
 def replacement_of_list(path: str) -> Optional[str]:

@@ -14,7 +14,7 @@ from allennlp.common import Lazy, Params, cached_transformers, from_params
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.json_types import as_json
-from allennlp_deepspeed.config.key_validation import did_you_mean, unregistered
+from allennlp_deepspeed.config.key_validation import did_you_mean, nearest, unregistered
 from allennlp_deepspeed.config.keys_of_others import advice, replacement, replacement_of_list
 from allennlp_deepspeed.training.trainer_arguments import TrainerArguments
 
@@ -220,9 +220,9 @@ def _describe_extra_keys(path: str, frames: List[FrameType]) -> List[str]:
 
 def _unknown_key(path: str, key: str, name: str, known: List[str]) -> str:
     known = [each for each in known if each not in ("args", "kwargs", "vocab", key)]
-    hint = advice(f"{path}.{key}") or (
-        did_you_mean(key, known, page=f"the arguments of {name}") if known else "remove it"
-    )
+    similar = did_you_mean(key, known, page=f"the arguments of {name}") if known else "remove it"
+    is_similar = nearest(key, known) is not None
+    hint = replacement(f"{path}.{key}") or (not is_similar and advice(f"{path}.{key}")) or similar
     return f"'{path}.{key}' is unknown: {name} has no such argument; {hint}"
 
 

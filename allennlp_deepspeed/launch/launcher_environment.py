@@ -14,6 +14,9 @@ import torch
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 
+ALLENNLP = "allennlp train"
+"""The launcher of workers that this package has started."""
+
 _TORCH = "RANK and WORLD_SIZE"
 
 # Rank, local rank, world size and processes on the node, as each launcher writes them. The
@@ -92,6 +95,11 @@ class LaunchedProcess:
     @property
     def num_nodes(self) -> int:
         return self.world_size // self.local_world_size
+
+    @property
+    def serves_other_nodes(self) -> bool:
+        """Whether this process has the store in which others read."""
+        return self.num_nodes > 1 and self.rank == 0 and not self.has_store
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Optional[LaunchedProcess]:
@@ -251,8 +259,8 @@ def fill_distributed(params: Params, process: LaunchedProcess, arguments: Dict[s
 def _check(distributed: Dict[str, Any], process: LaunchedProcess) -> None:
     devices: Any = distributed.get("cuda_devices")
     num_nodes = distributed.get("num_nodes")
-    # One process on each node starts the others. Below another agent, which has a store, it can't:
-    # the store of a start that has ended is closed, so that a restart would find no others.
+    # One process on each node starts the others. Below torchrun it can't: the port is that of
+    # torchrun's own store.
     is_agent = process.local_world_size == 1 and not process.has_store
     is_list = isinstance(devices, list) and len(devices) > 0
     if is_list and len(devices) != process.local_world_size and not is_agent:

@@ -10,7 +10,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
 from allennlp_deepspeed.config.json_types import is_integer
-from allennlp_deepspeed.config.key_validation import check_names, check_values
+from allennlp_deepspeed.config.key_validation import FORMER_KEYS, check_names, check_values
 from allennlp_deepspeed.launch.agent import Node
 
 # What others call the number of workers.
@@ -23,9 +23,6 @@ _NUMBERS_OF_WORKERS = {
     "nproc_per_node",
     "num_gpus_per_node",
 }
-
-# Keys of 0.3.0, for nodes that join and leave.
-_REMOVED = {"min_nodes", "rendezvous_endpoint", "rendezvous_id"}
 
 _LOCAL = ("127.0.0.1", "0.0.0.0", "localhost")
 
@@ -50,25 +47,19 @@ def check(distributed: Any, errors: ConfigErrors) -> None:
             f"unknown key '{name}' in 'distributed': the entries of 'distributed.cuda_devices' are "
             "the workers of a node, such as [0, 1], or [-1, -1] on the CPU"
         )
-    for name in sorted(_REMOVED.intersection(distributed)):
-        errors.add(
-            f"'distributed.{name}' was removed. Nodes that join and leave are started by `torchrun "
-            "--nnodes MIN:MAX --max-restarts N --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
-            "--rdzv-id ID ... -m allennlp train ...`: remove the key, and write "
-            '"resume": "auto" in \'trainer\'.'
-        )
-    known = _NUMBERS_OF_WORKERS | _REMOVED
-    others = {key: v for key, v in distributed.items() if key not in known}
+    others = {key: v for key, v in distributed.items() if key not in _NUMBERS_OF_WORKERS}
     check_names("distributed", list(keys), others, errors)
     # An unknown key may be a misspelt "cuda_devices".
     required = {"cuda_devices": None} if len(errors.lines) == num_lines else {}
     check_values("distributed", keys, {**required, **distributed}, errors)
+    if any(f"distributed.{name}" in FORMER_KEYS for name in distributed):
+        return  # what follows is for nodes that torchrun doesn't start
     num_nodes = distributed.get("num_nodes", 1)
     restarts = distributed.get("max_restarts")
     if is_integer(restarts) and restarts > 0 and is_integer(num_nodes) and num_nodes > 1:
         errors.add(
             f"'distributed.max_restarts' is {restarts}, but is for one node, and "
-            f'\'distributed.num_nodes\' is {num_nodes}: remove both keys, write "resume": "auto" '
+            f'\'distributed.num_nodes\' is {num_nodes}: remove it, write "resume": "auto" '
             f"in 'trainer', and start `torchrun --nnodes {num_nodes} --max-restarts {restarts} "
             "... -m allennlp train ...` on each node."
         )

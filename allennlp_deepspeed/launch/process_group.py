@@ -24,7 +24,7 @@ from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.engine.process import network_interfaces, worker_failure
 from allennlp_deepspeed.engine.process.worker_failure import RendezvousError
 from allennlp_deepspeed.launch import addresses
-from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
+from allennlp_deepspeed.launch.launcher_environment import ALLENNLP, LaunchedProcess
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ def start(
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(seconds=timeout)
     how = f"within {rendezvous_timeout:g} s ('distributed.rendezvous_timeout')"
     where = process.store_file or f"{process.address}:{process.port}"
-    advice = _ADDRESS_ADVICE if process.num_nodes > 1 else ""
+    has_no_launcher = process.launcher == ALLENNLP
+    advice = _ADDRESS_ADVICE if has_no_launcher and process.num_nodes > 1 else ""
     waiting = threading.Timer(_SECONDS_BEFORE_LINE, announce, (logger, _WAITING, where))
     waiting.daemon = True
     try:
@@ -102,7 +103,6 @@ def start(
         store = dist.PrefixStore("allennlp_deepspeed", store)
         number = _agree_on_start_number(store, rank, world_size, rendezvous_timeout)
         store_of_start = dist.PrefixStore(f"start_{number}", store)
-        waiting.cancel()
         worker_failure.report_through(store_of_start)
         if process.num_nodes > 1:
             watched = store_of_start.clone()
@@ -122,6 +122,8 @@ def start(
             f"at {where}: {_first_line(error)}. "
             f"{advice}Another rank may have been killed: see the output of the other nodes."
         ) from error
+    finally:
+        waiting.cancel()
     # With NCCL, a rank that comes first to a group's first collective waits for the others in it.
     store.set_timeout(timedelta(seconds=timeout))
     return store

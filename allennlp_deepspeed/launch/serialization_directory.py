@@ -25,26 +25,13 @@ from allennlp.training import util as training_util
 
 from allennlp_deepspeed.checkpoint import start_record, vocabulary_files
 from allennlp_deepspeed.checkpoint.shared_directories import Directories, remove_stale_tokens
-from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.process import collectives, worker_failure
 from allennlp_deepspeed.engine.process.worker_failure import PeerFailed
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock, cannot_write
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
-
-
-def is_created(store: dist.Store, leader: int) -> bool:
-    """
-    Returns whether a rank has created a serialization directory, in this start of the workers or an
-    earlier one.
-    """
-    return store.check([f"directory/{leader}"])
-
-
-def mark_created(store: dist.Store, rank: int) -> None:
-    """Records that a rank has created a serialization directory."""
-    store.set(f"directory/{rank}", "")
 
 
 @contextmanager
@@ -62,8 +49,8 @@ def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bo
     lock : `DirectoryLock`, required.
     """
     create = training_util.create_serialization_dir
-    rank = int(os.environ.get("RANK", 0))
-    is_ours = store is not None and is_created(store, rank)
+    key = f"directory/{os.environ.get('RANK', 0)}"
+    is_ours = store is not None and store.check([key])
 
     def create_if_needed(params: Params, path: str, recover: bool, force: bool) -> None:
         try:
@@ -77,7 +64,7 @@ def create_once(store: Optional[dist.Store], lock: DirectoryLock) -> Iterator[bo
         if not recover:
             start_record.create(path)
         if store is not None:
-            mark_created(store, rank)
+            store.set(key, "")
 
     save = Vocabulary.save_to_files
 
@@ -130,11 +117,6 @@ class SerializationDirectory:
         """Returns whether this worker writes the files that the directory has once."""
         return self._directories.is_leader
 
-    @property
-    def is_shared(self) -> bool:
-        """Returns whether all workers share one directory."""
-        return self._directories.is_shared
-
     def wait_until_ready(self, problem: Optional[str] = None) -> None:
         """
         Waits until every directory has the files that workers read, because reading data for the
@@ -166,6 +148,7 @@ class SerializationDirectory:
         collectives.wait_for_ranks("training is done")
         # The store may end with rank 0.
         dist.barrier()
+        worker_failure.stop_watching()
 
     @contextmanager
     def prepare_on_leader(self) -> Iterator[None]:

@@ -167,6 +167,8 @@ def _train_as_worker(
         worker.train(train_model, arguments, process)
     except Exception as error:
         failure = worker_failure.report(error)
+        if process.serves_other_nodes:
+            worker_failure.wait_for_readers(failure)
         if failure is not None:
             # A launcher that has its workers write error files prints what is in them.
             is_short = failure.is_consequence or worker_failure.has_error_file()

@@ -45,7 +45,7 @@ from allennlp_deepspeed.launch import (
 from allennlp_deepspeed.launch.agent import Node
 from allennlp_deepspeed.launch.console_lines import announce_start_and_end
 from allennlp_deepspeed.launch.directory_lock import DirectoryLock
-from allennlp_deepspeed.launch.launcher_environment import LaunchedProcess
+from allennlp_deepspeed.launch.launcher_environment import ALLENNLP, LaunchedProcess
 from allennlp_deepspeed.launch.serialization_directory import (
     SerializationDirectory,
     create_once,
@@ -116,9 +116,9 @@ def run(
             train_model = train_command.train_model.__wrapped__  # type: ignore[attr-defined]
             train(train_model, arguments, process, store)
     except BaseException as error:
-        worker_failure.report(error)
-        if node.num_nodes > 1 and process.rank == 0:
-            worker_failure.wait_for_readers()
+        failure = worker_failure.report(error)
+        if process.serves_other_nodes:
+            worker_failure.wait_for_readers(failure)
         sys.exit(1)
 
 
@@ -159,7 +159,7 @@ def train(
     process : `Optional[LaunchedProcess]`, required.
         This process, one of several workers. `None` if it is the only one.
     store : `dist.Store`, optional (default = `None`)
-        A store that outlives the workers, if that of the process group may be lost with a node.
+        A store that outlives the workers, if that of the process group doesn't.
     """
     params = arguments["params"]
     config = params.as_dict(quiet=True)
@@ -213,7 +213,7 @@ def _read_process(node: Node) -> LaunchedProcess:
     # A worker may have been killed while it wrote to that of the last start.
     name = f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     return LaunchedProcess(
-        launcher="allennlp train",
+        launcher=ALLENNLP,
         rank=node.rank * node.num_workers + local_rank,
         local_rank=local_rank,
         world_size=node.num_nodes * node.num_workers,

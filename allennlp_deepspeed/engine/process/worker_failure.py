@@ -169,11 +169,18 @@ class FailureReporter:
         self._explanation = explanation
         self._log_to_files = log_to_files
         self._reported: Optional[Failure] = None
+        self._lock = threading.RLock()
         self.store: Optional[dist.Store] = None
         """The store through which the ranks learn of each other's failures."""
+        self.cause: Optional[Failure] = None
+        """The failure of another rank that the store has had."""
 
     def report(self, error: BaseException, step: Optional[int]) -> Failure:
         """Reports the first error. Returns the failure that was reported first."""
+        with self._lock:
+            return self._report(error, step)
+
+    def _report(self, error: BaseException, step: Optional[int]) -> Failure:
         if self._reported is not None and not self._reported.is_agreed:
             return self._reported
         failure = self._describe(error, step)
@@ -227,10 +234,10 @@ class FailureReporter:
         deadline = time.monotonic() + _SECONDS_FOR_CAUSE
         while time.monotonic() < deadline:
             with suppress(Exception):
-                if self.store is not None and self.store.check([_KEY]):
-                    cause = Failure(**json.loads(self.store.get(_KEY)))
-                    cause.is_consequence = True
-                    return cause
+                if self.cause is None and self.store is not None and self.store.check([_KEY]):
+                    self.cause = _read_cause(self.store)
+            if self.cause is not None:
+                return self.cause
             time.sleep(_POLL_SECONDS)
         consequence.explanation = consequence.step = None
         return consequence
@@ -258,32 +265,47 @@ def report_through(store: dist.Store) -> None:
         _reporter.store = store
 
 
+# Set when this worker has nothing to wait for any more.
+_has_ended = threading.Event()
+
+
 def end_with_others(store: dist.Store) -> None:
     """
     Ends this process some time after other nodes have ended the training, which a worker that is
-    stuck doesn't notice. Runs in a thread.
+    stuck doesn't notice. Runs in a thread, until `stop_watching`.
 
     # Parameters
 
     store : `dist.Store`, required.
         A connection of its own to that of `report_through`.
     """
-    has_ended = False
-    while not has_ended:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-        try:
-            has_ended = store.check([_ENDED])
-        except dist.DistError:
-            has_ended = True
-    time.sleep(_SECONDS_AFTER_END)
-    report(PeerFailed("Another node has ended the training."))
-    os._exit(1)
+    with suppress(dist.DistError):  # the store has ended
+        while not store.check([_ENDED]):
+            if _has_ended.wait(_SECONDS_BETWEEN_LOOKS):
+                return
+        if _reporter is not None and store.check([_KEY]):
+            # The store ends before this process does.
+            _reporter.cause = _read_cause(store)
+    if not _has_ended.wait(_SECONDS_AFTER_END):
+        report(PeerFailed("Another node has ended the training."))
+        os._exit(1)
 
 
-def wait_for_readers() -> None:
+def stop_watching() -> None:
+    """Ends `end_with_others`. To be called when all ranks have returned from the training."""
+    _has_ended.set()
+
+
+def wait_for_readers(failure: Optional[Failure]) -> None:
     """Waits before the process with the store exits, until the others have read its failure."""
-    if _reporter is not None and _reporter.store is not None:
+    if failure is not None and not (failure.is_agreed or failure.is_consequence):
         time.sleep(_SECONDS_FOR_CAUSE)
+
+
+def _read_cause(store: dist.Store) -> Failure:
+    cause = Failure(**json.loads(store.get(_KEY)))
+    cause.is_consequence = True
+    return cause
 
 
 def raise_if_peer_failed() -> None:

@@ -24,7 +24,24 @@ from allennlp_deepspeed.checkpoint.commit_record import (
 from allennlp_deepspeed.checkpoint.offline import find_checkpoint
 
 
-def write_part(directory: Path, id_: str, ranks: List[int], **values: Any) -> Path:
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_files_that_each_node_has_may_differ(tmp_path: Path, order: Any) -> None:
+    parts = [write_part(tmp_path / str(rank), "new", [rank], common=str(rank)) for rank in order]
+    _, record = find_checkpoint(copy_into_one(tmp_path / "all", *parts))
+    assert len(record.files) == 3
+
+
+def test_of_several_nodes_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+    parts = [write_part(tmp_path / str(rank), "new", [rank]) for rank in (0, 1)]
+    found = copy_into_one(tmp_path / "all", *parts)
+    # One of them had died between the commits.
+    (tmp_path / "0" / "checkpoint_e1_b0").rename(tmp_path / "all" / "checkpoint_e2_b0")
+    assert find_checkpoint(found)[0].endswith("checkpoint_e1_b0")
+
+
+def write_part(
+    directory: Path, id_: str, ranks: List[int], common: str = "", **values: Any
+) -> Path:
     """A serialization directory with the part of a checkpoint of two ranks that a node writes."""
     checkpoint = directory / "checkpoint_e1_b0"
     checkpoint.mkdir(parents=True)
@@ -32,6 +49,10 @@ def write_part(directory: Path, id_: str, ranks: List[int], **values: Any) -> Pa
     for rank in ranks:
         path = checkpoint / f"training_state_w{rank}.th"
         path.write_text(str(rank))
+        record.files[path.name] = FileRecord.from_file(str(path))
+    if common:
+        path = checkpoint / "model_states.pt"
+        path.write_text(common)
         record.files[path.name] = FileRecord.from_file(str(path))
     replace(record, **values).write(str(checkpoint))
     return directory

@@ -30,8 +30,8 @@ TWO_NODES: Config = {
         ({"primary_port": 0}, "'distributed.primary_port' is unset"),
         ({"primary_port": None}, "'distributed.primary_port' is unset: write a port of node 0"),
         ({"primary_address": None}, "'distributed.primary_address' is unset"),
-        ({"min_nodes": 1}, "'distributed.min_nodes' was removed"),
-        ({"rendezvous_endpoint": "host:1"}, "'distributed.rendezvous_endpoint' was removed"),
+        ({"min_nodes": 1}, "'distributed.min_nodes' no longer exists"),
+        ({"rendezvous_endpoint": "host:1"}, "'distributed.rendezvous_endpoint' no longer exists"),
         ({"max_restarts": 3}, "start `torchrun --nnodes 2 --max-restarts 3"),
     ],
 )
