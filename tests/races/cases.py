@@ -88,36 +88,36 @@ class Changing(Deep):
 
 class TwoStreams(Model):
     """
-    Computes one of two layers in another stream, as models on GPUs may. Autograd then runs its
+    Computes one of three layers in another stream, as models on GPUs may. Autograd then runs its
     backward pass in that stream too, as soon as the gradient of the sum is computed, and waits for
-    it at the end of the backward pass.
+    it at the end of the backward pass. The layer that is computed first is the last one there, so
+    that its gradients are allocated after those of `here` were reduced in the other stream.
     """
 
     def __init__(self) -> None:
         super().__init__(Vocabulary())
         self.embedding = nn.Embedding(NUM_EMBEDDINGS, DIM).requires_grad_(False)
-        self.here, self.there = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.first, self.here, self.there = (nn.Linear(DIM, DIM) for _ in range(3))
         self.stream = get_accelerator().Stream()
         self.has_gradient: Any = None
 
     def forward(self, ids: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         states, main = self.embedding(ids), get_accelerator().current_stream()
+        first = _Branch.apply(self.first(states), self, main)
         self.stream.wait_stream(main)
         with get_accelerator().stream(self.stream):
-            there = _Branch.apply(self.there(states), self)
+            there = _Branch.apply(self.there(states), self, self.stream)
         states.record_stream(self.stream)
         there.record_stream(main)
         main.wait_stream(self.stream)
-        return {"loss": _Sum.apply(self.here(states), there, self).square().mean()}
+        return {"loss": _Sum.apply(first, there, self.here(states), self).square().mean()}
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        context: Any, here: torch.Tensor, there: torch.Tensor, model: TwoStreams
-    ) -> torch.Tensor:
-        context.model = model
-        return here + there
+    def forward(context: Any, *terms: Any) -> torch.Tensor:  # type: ignore[override]
+        *tensors, context.model = terms
+        return torch.stack(tensors).sum(0)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -129,24 +129,23 @@ class _Sum(torch.autograd.Function):
 
         torch.autograd.Variable._execution_engine.queue_callback(join)
         context.model.has_gradient = main.record_event()
-        return gradient, gradient, None
+        return gradient, gradient, gradient, None
 
 
 class _Branch(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        context: Any, states: torch.Tensor, model: TwoStreams
+        context: Any, states: torch.Tensor, model: TwoStreams, stream: Any
     ) -> torch.Tensor:
-        context.model = model
+        context.model, context.stream = model, stream
         return states.clone()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        model = context.model
-        gradient.record_stream(model.stream)
-        model.stream.wait_event(model.has_gradient)
-        get_accelerator().set_stream(model.stream)
-        return gradient.clone(), None
+        gradient.record_stream(context.stream)
+        context.stream.wait_event(context.model.has_gradient)
+        get_accelerator().set_stream(context.stream)
+        return gradient.clone(), None, None
 
 
 class ChangeWeights(TrainerCallback):
