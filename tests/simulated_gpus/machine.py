@@ -4,12 +4,22 @@ Runs commands on simulated GPUs and reads what these have logged.
 
 import json
 import os
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 from unittest import mock
 
-from tests.support.command import REPOSITORY, Command, Run, subprocess_allennlp, wait_for_all
+from tests.support.command import (
+    REPOSITORY,
+    Command,
+    ForkedProgram,
+    PythonCommand,
+    Run,
+    subprocess_allennlp,
+    wait_for_all,
+)
 
 Event = Dict[str, Any]
 
@@ -67,18 +77,36 @@ class Machine:
         everything. `variables` are set in addition, and `kwargs` are those of `environment`.
         """
         environment = {**self.environment(log, **kwargs), **(variables or {})}
+        return self._run(partial(Command, include_packages=()), arguments, time_limit, environment)
+
+    def python(self, *arguments: Any, log: Path, time_limit: float = TIME_LIMIT) -> Run:
+        """Runs `python` with arguments in such a process."""
+        return self._run(PythonCommand, arguments, time_limit, self.environment(log))
+
+    @contextmanager
+    def forks(self) -> Iterator[None]:
+        """Context manager in which commands run in processes forked from this machine's server."""
         if self._server is None:
             self._server = forkserver.ForkServer()
             self._server.set_forkserver_preload(["tests.support.preload"])
+            preloaded = self.environment(self._libraries / "log")
             nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            with mock.patch.dict(os.environ, {**environment, **nvml}):
+            with mock.patch.dict(os.environ, {**preloaded, **nvml}):
                 self._server.ensure_running()
         connect = self._server.connect_to_new_process
         with mock.patch.object(forkserver, "connect_to_new_process", connect):
-            command = Command(
-                *arguments, include_packages=(), environment=environment, enter=_show_devices
-            )
-        return wait_for_all([command], time_limit)[0]
+            yield
+
+    def _run(
+        self,
+        program: Callable[..., ForkedProgram],
+        arguments: Sequence[Any],
+        time_limit: float,
+        environment: Dict[str, str],
+    ) -> Run:
+        with self.forks():
+            started = program(*arguments, environment=environment, enter=_show_devices)
+        return wait_for_all([started], time_limit)[0]
 
     def installed_allennlp(
         self,

@@ -1,6 +1,6 @@
 """
 Included in each training on simulated GPUs: exchanges objects through the store, because PyTorch
-computes their sizes in kernels, which compute nothing.
+computes their sizes in kernels, which compute nothing. Has what only these trainings use.
 """
 
 import itertools
@@ -9,8 +9,11 @@ import pickle
 from pathlib import Path
 from typing import Any, List
 
+import torch
 import torch.distributed as dist
+from allennlp.models import BasicClassifier, Model
 from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.metrics import Average
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
@@ -38,6 +41,25 @@ def _broadcast_object_list(values: List[Any], src: int = 0, **kwargs: Any) -> No
 for module in (dist, distributed_c10d):
     module.all_gather_object = _all_gather_object
     module.broadcast_object_list = _broadcast_object_list
+
+
+@Model.register("classifier_with_buffers")
+class ClassifierWithBuffers(BasicClassifier):
+    """Has buffers that each forward pass changes, and a second metric that communicates."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("mean_loss", torch.zeros(()))
+        self.register_buffer("num_passes", torch.tensor(0))
+        self.average_loss = Average()
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        self.num_passes += 1
+        self.mean_loss.lerp_(outputs["loss"].detach(), 0.1)
+        self.average_loss(outputs["loss"])
+        return outputs
 
 
 @TrainerCallback.register("be_absent")

@@ -5,6 +5,7 @@ communicators in the same order, and libraries print nothing.
 
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
@@ -14,6 +15,7 @@ from tests.simulated_gpus.machine import Machine, events
 from tests.support import experiment
 from tests.support.command import Run
 from tests.support.experiment import Config, deepspeed, load_config
+from tests.support.launching import MODULE, LaunchedCommands
 
 # Of a model that asks nothing of cuDNN.
 MODEL: Config = {
@@ -36,19 +38,22 @@ CONSOLE = {"ALLENNLP_LOG_LEVEL": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 ASYNCHRONOUS: Config = {"trainer.checkpointer": {"async_save": True, "save_every_num_batches": 2}}
 CPU: Config = {"device": "cpu", "pin_memory": True}
+RECOMPUTATION: Config = {"trainer.activation_checkpointing": ["_feedforward"]}
 
 
 def classifier(stage: int, devices: Sequence[int], *changes: Config, **zero: Any) -> Config:
-    """With one device the only process trains on it. `zero` is added to "zero_optimization"."""
+    """
+    With one device the only process trains on it, and without any a launcher says which.
+    `zero` is added to "zero_optimization".
+    """
     where: Config = {"distributed": {"cuda_devices": list(devices)}}
-    if len(devices) == 1:
-        where = {"trainer.cuda_device": devices[0]}
+    if len(devices) < 2:
+        where = {"trainer.cuda_device": device for device in devices}
     # Whether tags of checkpoints are the same is computed by a kernel.
-    config = deepspeed(
-        load_config("classifier", where, MODEL, *changes),
-        stage,
-        checkpoint={"tag_validation": "Ignore"},
-    )
+    sections: Config = {"checkpoint": {"tag_validation": "Ignore"}}
+    if RECOMPUTATION in changes:
+        sections["activation_checkpointing"] = {"cpu_checkpointing": True}
+    config = deepspeed(load_config("classifier", where, MODEL, *changes), stage, **sections)
     config["trainer"]["deepspeed_config"]["zero_optimization"].update(zero)
     return config
 
@@ -88,14 +93,19 @@ def library_lines(run: Run) -> List[str]:
 
 TRAININGS = {
     "one process": (classifier(2, [1], ASYNCHRONOUS), 2),
-    "stage 0, four": (classifier(0, [0, 1, 2, 3], {"trainer.grad_norm": 1.0}), 4),
+    "stage 0, four, buffers, metrics": (
+        classifier(
+            0, [3, 0, 2, 1], {"trainer.grad_norm": 1.0, "model.type": "classifier_with_buffers"}
+        ),
+        4,
+    ),
     "stage 1, overlap, average": (
         classifier(
             1, [1, 0], {"trainer.moving_average": {"decay": 0.9}}, ASYNCHRONOUS, overlap_comm=True
         ),
         2,
     ),
-    "stage 2, global batch, recomputation": (
+    "stage 2, global batch, recomputation from the CPU": (
         classifier(
             2,
             [1, 2],
@@ -103,8 +113,8 @@ TRAININGS = {
                 "data_loader.batch_size": 12,
                 "trainer.global_batch_size": 24,
                 "trainer.num_gradient_accumulation_steps": "auto",
-                "trainer.activation_checkpointing": ["_feedforward"],
             },
+            RECOMPUTATION,
             ASYNCHRONOUS,
         ),
         3,
@@ -182,6 +192,31 @@ def test_a_leader_may_read_for_longer_than_ranks_wait_for_each_other(
     config = classifier(2, [0, 1], {"dataset_reader": {"tokenizer": "whitespace", **reader}})
     config["distributed"]["rendezvous_timeout"] = 10
     train(machine.allennlp, config, tmp_path).check()
+
+
+def test_restarted_workers_use_their_devices_too(machine: Machine, tmp_path: Path) -> None:
+    kill = {"type": "send_signal", "signal_name": "SIGKILL", "rank": 1}
+    kill = {**kill, "point": "step 4 of epoch 0", "after": "checkpoint_e0_b2"}
+    config = classifier(3, [1, 0], ASYNCHRONOUS, {"trainer.callbacks": [kill]})
+    config["distributed"]["max_restarts"] = 1
+    run = train(machine.allennlp, config, tmp_path).check()
+    assert "Restarts left after this one: 0" in run.output
+    assert "checkpoint_e0_b2" in run.output
+    assert_uses_its_own_device(tmp_path / "log", [0, 0, 1, 1])
+
+
+def test_workers_of_torchrun_use_their_own_devices(machine: Machine, tmp_path: Path) -> None:
+    config = classifier(2, [], ASYNCHRONOUS)
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2]
+    arguments = experiment.arguments(config, tmp_path, *PLUGIN)
+    # The server that they are forked from sees no devices.
+    visible = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    environment = {**machine.environment(tmp_path / "log"), **CONSOLE, **visible}
+    with machine.forks(), LaunchedCommands(tmp_path) as launched:
+        run = launched.run([*torchrun, "-m", MODULE, *arguments], environment=environment)
+        assert run.returncode == 0, run.stdout + launched.output()
+    assert_uses_its_own_device(tmp_path / "log", [0, 1])
+    assert_same_communicators(tmp_path / "log")
 
 
 @pytest.mark.parametrize("visible", [None, "MIG-0,MIG-1"])

@@ -180,10 +180,21 @@ class PythonCommand(ForkedProgram):
 
     arguments : `Any`
     cwd : `Path`, optional (default = the repository)
+    environment : `Dict[str, str]`, optional (default = `None`)
+    enter : `Callable[[], None]`, optional (default = `None`)
+        Both as those of `Command`.
     """
 
-    def __init__(self, *arguments: Any, cwd: Path = REPOSITORY) -> None:
-        super().__init__(_run_python, [str(argument) for argument in arguments], cwd)
+    def __init__(
+        self,
+        *arguments: Any,
+        cwd: Path = REPOSITORY,
+        environment: Optional[Dict[str, str]] = None,
+        enter: Optional[Callable[[], None]] = None,
+    ) -> None:
+        super().__init__(
+            _run_python, [str(argument) for argument in arguments], cwd, environment, enter
+        )
 
 
 def wait_for_all(commands: Sequence[ForkedProgram], time_limit: float) -> List[Run]:
@@ -231,7 +242,9 @@ def subprocess_allennlp(*arguments: Any, time_limit: float = 120, **kwargs: Any)
     return Run(process.returncode, output, processes)
 
 
-def _begin(output: str) -> None:
+def _begin(
+    output: str, environment: Optional[Dict[str, str]], enter: Optional[Callable[[], None]]
+) -> None:
     """Leads a session, prints to a file, and prints its stacks there if it is told to."""
     os.setsid()
     with open(output, "wb") as file:
@@ -239,10 +252,19 @@ def _begin(output: str) -> None:
         os.dup2(file.fileno(), 2)
     # Forked workers inherit it.
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    if enter is not None:
+        enter()
+    os.environ.update(environment or {})
 
 
-def _run_python(output: str, arguments: List[str], cwd: Path) -> None:
-    _begin(output)
+def _run_python(
+    output: str,
+    arguments: List[str],
+    cwd: Path,
+    environment: Optional[Dict[str, str]],
+    enter: Optional[Callable[[], None]],
+) -> None:
+    _begin(output, environment, enter)
     os.chdir(cwd)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -258,10 +280,7 @@ def _main(
     environment: Optional[Dict[str, str]],
     enter: Optional[Callable[[], None]],
 ) -> None:
-    _begin(output)
-    if enter is not None:
-        enter()
-    os.environ.update(environment or {})
+    _begin(output, environment, enter)
     sys.argv = argv
 
     import allennlp.common.util
