@@ -150,6 +150,10 @@ def disable_gradient_hooks(engine: DeepSpeedEngine, has_zero_optimizer: bool) ->
     if has_zero_optimizer:
         _set(engine.optimizer, "_coalesce_grad_reduction", True)
     _set(engine, "enable_backward_allreduce", False)
+    # Otherwise DeepSpeed's optimizer in half precision all-reduces whether gradients overflow, as
+    # if they weren't reduced.
+    if hasattr(engine.optimizer, "overflow_checker"):
+        _set(engine.optimizer.overflow_checker, "deepspeed", None)
 
 
 def fill_accumulated_gradient(optimizer: Any, parameter: torch.nn.Parameter) -> None:
