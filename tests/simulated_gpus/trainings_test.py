@@ -48,7 +48,7 @@ def classifier(stage: int, devices: Sequence[int], *changes: Config, **zero: Any
     """
     where: Config = {"distributed": {"cuda_devices": list(devices)}}
     if len(devices) < 2:
-        where = {"trainer.cuda_device": device for device in devices}
+        where = {"trainer.cuda_device": devices[0]} if devices else {}
     # Whether tags of checkpoints are the same is computed by a kernel.
     sections: Config = {"checkpoint": {"tag_validation": "Ignore"}}
     if RECOMPUTATION in changes:
@@ -66,7 +66,10 @@ def train(run: Callable[..., Run], config: Config, directory: Path, **kwargs: An
 
 
 def assert_uses_its_own_device(log: Path, devices: Sequence[int]) -> None:
-    """Each worker has one context, and its communicators and what it sends are on its device."""
+    """
+    Each worker has one context, and its communicators and what it sends are on its device. A thread
+    that hasn't chosen one creates another context on the first.
+    """
     contexts = {event["process"]: event["device"] for event in events(log, "context")}
     assert len(events(log, "context")) == len(contexts), events(log, "context", "thread")
     assert sorted(contexts.values()) == sorted(devices)
@@ -219,10 +222,16 @@ def test_workers_of_torchrun_use_their_own_devices(machine: Machine, tmp_path: P
     assert_same_communicators(tmp_path / "log")
 
 
-@pytest.mark.parametrize("visible", [None, "MIG-0,MIG-1"])
-def test_without_nvml(machine: Machine, tmp_path: Path, visible: Any) -> None:
-    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    config, has_nvml = classifier(2, [0, 1]), visible is not None
+# Either keeps PyTorch from counting devices without initializing CUDA.
+@pytest.mark.parametrize(
+    "variables, has_nvml",
+    [({}, False), ({"CUDA_VISIBLE_DEVICES": "MIG-0,MIG-1"}, True)],
+    ids=["none", "names of MIG"],
+)
+def test_without_nvml(
+    machine: Machine, tmp_path: Path, variables: Dict[str, str], has_nvml: bool
+) -> None:
+    config = classifier(2, [0, 1])
     run = train(
         machine.installed_allennlp, config, tmp_path, variables=variables, has_nvml=has_nvml
     )
