@@ -15,7 +15,8 @@ network.
 
 Writes one line per figure to `benchmarks/results/gpu-<card>.md`, and its data to
 `gpu-<card>.json` in `raw`, which git tracks for GPUs, as soon as it is known. Lines of other blocks
-stay there. `--tiny` makes all models tiny, to try the blocks on a CPU.
+stay there. At the end it prints one table, to be pasted into an issue. `--tiny` makes all models
+tiny, to try the blocks on a CPU.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple
 
@@ -127,7 +129,7 @@ def run(settings: argparse.Namespace) -> None:
             for line in _timed(block, BLOCKS[block](setting)):
                 lines.append(line)
                 report.write(settings.output, name, data, text(card, data))
-    report.show(text(card, data))
+    print(summary(card, data, settings.blocks))
     blocks = [data["blocks"][block] for block in settings.blocks]
     if any(line[1] == FAILED for block in blocks for line in block["lines"]):
         sys.exit(1)
@@ -152,12 +154,27 @@ def text(card: str, data: Dict[str, Any]) -> str:
     return report.document(f"On a GPU: {card}", about, *notes, *blocks)
 
 
+def summary(card: str, data: Dict[str, Any], blocks: Iterable[str]) -> str:
+    """Returns one table of these blocks in Markdown, to be pasted into an issue."""
+    rows = [(name, *line) for name in blocks for line in data["blocks"][name]["lines"]]
+    table = report.table(("block", "what", "figure", "detail"), rows)
+    return f"\n{card}: {report.describe(data)}\n\n{table}\n"
+
+
+# Of a line of pytest, with workers and without.
+_OUTCOME = re.compile(
+    r"(?P<outcome>PASSED|FAILED|ERROR|SKIPPED) (?P<test>tests/.+?)\s*$"
+    r"|^(?P<alone>tests/.+?) (?P<its>PASSED|FAILED|ERROR|SKIPPED)\b"
+)
+
+
 def tests(setting: Setting) -> Iterator[Line]:
     """Runs the marked tests. On a CPU they are collected and skipped."""
     arguments = ["tests", "-m", "gpu", "-v", "-rN", "--no-header"]
     if not setting.tiny:
         arguments += ["-n", str(min(10, os.cpu_count() or 1))]
     summary = ""
+    outcomes: Dict[str, Counter[str]] = defaultdict(Counter)
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=report.REPOSITORY,
@@ -169,10 +186,14 @@ def tests(setting: Setting) -> Iterator[Line]:
         for line in pytest.stdout:
             print(line, end="", flush=True)
             summary = line.strip("= \n") or summary
-            if failed := re.search(
-                r"(?:FAILED|ERROR) (tests/\S+)|^(tests/\S+) (?:FAILED|ERROR)", line
-            ):
-                yield Line(failed[1] or failed[2], FAILED)
+            if found := _OUTCOME.search(line):
+                test = found["test"] or found["alone"]
+                outcome = (found["outcome"] or found["its"]).lower()
+                outcomes[test.partition("[")[0]][outcome] += 1
+                if outcome in ("failed", "error"):
+                    yield Line(test, FAILED)
+    for function, counts in sorted(outcomes.items()):
+        yield Line(function, ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
     what = "`pytest -m gpu`"
     yield Line(what, FAILED, summary) if pytest.returncode else Line(what, summary)
 

@@ -14,13 +14,15 @@ import torch
 from allennlp.common.testing import requires_gpu
 
 from allennlp_deepspeed.attention import BlockSparseAttention
+from tests.end_to_end import resize_test
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
 from tests.end_to_end.offload_test import TRAINING as STEPS
 from tests.end_to_end.offload_test import stepped_by, with_preset
 from tests.end_to_end.parity_test import TRAINING, check_parity
 from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS, FP16, SGD
-from tests.support.command import REPOSITORY, Run, subprocess_allennlp
+from tests.end_to_end.resize_test import assert_continues, resizable
+from tests.support.command import REPOSITORY, Run, allennlp, subprocess_allennlp
 from tests.support.experiment import (
     Config,
     Experiments,
@@ -36,12 +38,20 @@ from tests.unit.attention.block_sparse_attention_test import LAYOUTS
 TWO_GPUS: Config = {"distributed": {"cuda_devices": [0, 1]}}
 ONE_GPU: Config = {"trainer.cuda_device": 0}
 
+# Set by `gpu_blocks_test.py`, which tries on the CPU whether tests of two GPUs are right.
+ON_CPU = "GPU_TESTS_ON_CPU" in os.environ
+# The last one and the one before it, so that ranks aren't the numbers of their devices.
+OTHERS = [-1, -1] if ON_CPU else [max(1, torch.cuda.device_count() - i) for i in (1, 2)]
+OTHER_TWO: Config = {"distributed": {"cuda_devices": OTHERS}}
+OTHER_ONE: Config = {"trainer.cuda_device": OTHERS[0]}
+
 ON_ONE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ON_TWO = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two")]
 WORLDS = pytest.mark.parametrize(
     "world",
     [pytest.param(ONE_GPU, marks=ON_ONE, id="one"), pytest.param(TWO_GPUS, marks=ON_TWO, id="two")],
 )
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2 and not ON_CPU, reason="needs two")
 
 # Each precision, at each stage. From the usual 2 ** 16, the loss scale of fp16 comes down to one
 # that fits by leaving out steps.
@@ -60,6 +70,8 @@ TOLERANCE = 1e-4
 
 
 def run_on_gpu(*arguments: Any, time_limit: float) -> Run:
+    if ON_CPU:
+        return allennlp(*arguments, time_limit=time_limit)
     environment = {
         **os.environ,
         # Matrix products in whole fp32, on every kind of GPU.
@@ -88,6 +100,70 @@ def test_training_is_that_of_gradient_descent(
     gpu_experiments: Experiments, model: str, stage: int, world: Config
 ) -> None:
     check_parity(gpu_experiments, load_config(model, world, TRAINING[model]), stage, TOLERANCE)
+
+
+# DeepSpeed's default of what stage 3 leaves unsharded, and a layer that is larger.
+PERSISTENT = {"stage3_param_persistence_threshold": 100_000, "stage3_prefetch_bucket_size": 1000}
+LARGE_LAYER: Config = {
+    "model.feedforward": {
+        "input_dim": 24,
+        "num_layers": 3,
+        "hidden_dims": [400, 400, 8],
+        "activations": "relu",
+    }
+}
+
+
+@pytest.mark.gpu
+@NEEDS_TWO
+@pytest.mark.parametrize(
+    "model, world, changes, stage, zero",
+    [
+        ("transformer", OTHER_ONE, {}, 2, {}),
+        ("tagger", OTHER_TWO, {}, 1, {"overlap_comm": True, "reduce_bucket_size": 500}),
+        ("transformer", OTHER_TWO, {}, 2, {"overlap_comm": True, "reduce_bucket_size": 500}),
+        ("classifier", OTHER_TWO, LARGE_LAYER, 3, {"overlap_comm": True, **PERSISTENT}),
+    ],
+    ids=["one", "stage 1", "stage 2", "stage 3"],
+)
+def test_training_on_other_gpus_is_that_of_gradient_descent(
+    gpu_experiments: Experiments,
+    model: str,
+    world: Config,
+    changes: Config,
+    stage: int,
+    zero: Config,
+) -> None:
+    config = load_config(model, world, TRAINING[model], changes)
+    check_parity(gpu_experiments, config, stage, TOLERANCE, **zero)
+
+
+@pytest.mark.gpu
+@NEEDS_TWO
+@pytest.mark.parametrize(
+    "before, after, stage, zero",
+    [
+        (OTHER_TWO, OTHER_ONE, 1, {"overlap_comm": True}),
+        (OTHER_ONE, OTHER_TWO, 2, {"overlap_comm": True}),
+        (OTHER_TWO, OTHER_ONE, 3, PERSISTENT),
+    ],
+    ids=["2 to 1, stage 1", "1 to 2, stage 2", "2 to 1, stage 3"],
+)
+def test_another_number_of_gpus_continues_the_same_training(
+    gpu_experiments: Experiments,
+    tmp_path: Path,
+    before: Config,
+    after: Config,
+    stage: int,
+    zero: Config,
+) -> None:
+    first, second = (
+        deepspeed(resizable(1 if world is OTHER_ONE else 2, world), stage, zero_optimization=zero)
+        for world in (before, after)
+    )
+    uninterrupted = gpu_experiments.run(first)
+    recovered = resize_test.recover(uninterrupted, tmp_path, second, command=run_on_gpu)
+    assert_continues(recovered, uninterrupted, TOLERANCE)
 
 
 @requires_gpu

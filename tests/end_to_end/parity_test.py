@@ -3,7 +3,7 @@ A config moved from "gradient_descent" to "deepspeed" gives the same run: the sa
 gradient norms and learning rates at every step, and the same weights.
 """
 
-from typing import Dict
+from typing import Any, Dict
 
 import pytest
 
@@ -133,13 +133,13 @@ def test_parameters_that_only_one_worker_uses_are_refused_at_stage_3(
 
 
 def check_parity(
-    experiments: Experiments, config: Config, stage: int, tolerance: float = 1e-5
+    experiments: Experiments, config: Config, stage: int, tolerance: float = 1e-5, **zero: Any
 ) -> None:
+    """`zero` is added to "zero_optimization"."""
     reference = config
     if "no_grad" in config["trainer"] and "distributed" in config:
         # AllenNLP's own trainer wraps the model before it freezes parameters.
         reference = {**config, **find_unused_parameters(config)}
-    zero = {}
     if stage == 3 and "moving_average" in config["trainer"]:
         # DeepSpeed's default, with which all parameters of small models stay gathered.
         zero["stage3_param_persistence_threshold"] = 100_000
