@@ -41,7 +41,7 @@ ONE_GPU: Config = {"trainer.cuda_device": 0}
 # Set by `gpu_blocks_test.py`, which tries on the CPU whether tests of two GPUs are right.
 ON_CPU = "GPU_TESTS_ON_CPU" in os.environ
 # The last one and the one before it, so that ranks aren't the numbers of their devices.
-OTHERS = [-1, -1] if ON_CPU else [max(1, torch.cuda.device_count() - i) for i in (1, 2)]
+OTHERS = [-1, -1] if ON_CPU else [torch.cuda.device_count() - i for i in (1, 2)]
 OTHER_TWO: Config = {"distributed": {"cuda_devices": OTHERS}}
 OTHER_ONE: Config = {"trainer.cuda_device": OTHERS[0]}
 
