@@ -24,6 +24,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Vocabulary
 from allennlp.training.callbacks import TrainerCallback
 from rich.filesize import decimal
+from torch.multiprocessing import ProcessRaisedException
 from typing_extensions import override
 
 import allennlp_deepspeed
@@ -88,7 +89,7 @@ class TrialCallback(TrainerCallback):
 
     @override
     def on_end(self, trainer: Any, *args: Any, is_primary: bool = True, **kwargs: Any) -> None:
-        self._write(is_primary, _ENDED, memory=_peak_memory())
+        self._write(is_primary, _ENDED, memory=peak_memory())
 
     def _write(self, is_primary: bool, name: str, **values: Any) -> None:
         if is_primary:
@@ -96,7 +97,7 @@ class TrialCallback(TrainerCallback):
                 file.write(json.dumps({"name": name, "time": time.time(), **values}) + "\n")
 
 
-def _peak_memory() -> int:
+def peak_memory() -> int:
     """Returns the peak of this process in bytes: on the GPU if it trains there."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
@@ -144,8 +145,9 @@ class Trial:
         `ConfigurationError`
             If a stage fails, with its name and the error.
         """
+        print(f"Trying {_NUM_STEPS} steps in a temporary directory:", flush=True)
         with only_warnings():
-            self._prepare()
+            limit(self._config, self._num_instances)
         self._compare_with_free_memory()
         with tempfile.TemporaryDirectory(dir=temporary_directory.path()) as directory:
             if self._vocabulary is not None:
@@ -154,11 +156,11 @@ class Trial:
                 self._config["vocabulary"] = {"type": "from_files", "directory": path}
             self._train(directory, num_epochs=1, recover=False)
             if self._config["trainer"].get("checkpointer", {}) is None:
-                _print("resumption: none, because 'trainer.checkpointer' is null")
+                print_lines("resumption: none, because 'trainer.checkpointer' is null")
                 return
             start = time.time()
             self._train(directory, num_epochs=2, recover=True)
-            _print(f"resumption from the checkpoint, with another epoch: {_since(start)}")
+            print_lines(f"resumption from the checkpoint, with another epoch: {_since(start)}")
 
     def _compare_with_free_memory(self) -> None:
         """Says before the trial that it may be killed, which nothing says after it."""
@@ -168,32 +170,10 @@ class Trial:
             needed += len(devices) * self._states.gpu.total
         free = psutil.virtual_memory().available
         if needed > free:
-            _print(
+            print_lines(
                 f"'estimate' counts {decimal(needed)} of model states for {len(devices)} workers, "
                 f"and {decimal(free)} of CPU memory are free: the system may kill it"
             )
-
-    def _prepare(self) -> None:
-        """Limits the instances, and the nodes to this one."""
-        print(f"Trying {_NUM_STEPS} steps in a temporary directory:", flush=True)
-        distributed = self._config.get("distributed") or {}
-        num_nodes = distributed.get("num_nodes", 1)
-        if num_nodes > 1:
-            _print(f"with the workers of one node, of {num_nodes}")
-            self._num_instances //= num_nodes
-            for key in _OF_NODES:
-                distributed.pop(key, None)
-        for name in ("dataset_reader", "validation_dataset_reader"):
-            section = self._config.get(name)
-            if section is None:
-                continue
-            section = {"type": section} if isinstance(section, str) else section
-            limits = [section.get("max_instances"), self._num_instances]
-            limited = {**section, "max_instances": min(n for n in limits if n is not None)}
-            if _is_reader(limited):
-                self._config[name] = limited
-            else:
-                _print(f"'{name}' has no 'max_instances': an epoch has all instances of its files")
 
     def _train(self, directory: str, num_epochs: int, recover: bool) -> None:
         """Trains, and prints a line for each stage when it ends, unless that is a resumption."""
@@ -201,7 +181,7 @@ class Trial:
         path.unlink(missing_ok=True)
         try:
             with (
-                _output_to(Path(directory) / "output.txt") as console,
+                output_to(Path(directory) / "output.txt") as console,
                 nullcontext() if recover else _printing(_Stages(path, self._states), console),
             ):
                 train_command.train_model(
@@ -212,10 +192,7 @@ class Trial:
                 )
         except Exception as error:
             stage = "resumption" if recover else _stage(_read(path))
-            reason = _in_a_line(error_messages.explanation(error))
-            # Of the trial's own directory, which is removed.
-            reason = re.sub(r"\s*\(Full traceback: .*?\)", "", reason).partition(HOW_TO_CONTINUE)[0]
-            raise ConfigurationError(f"The trial failed in its {stage}: {reason}") from error
+            raise ConfigurationError(f"The trial failed in its {stage}: {reason(error)}") from error
 
     def _limited(self, path: str, num_epochs: int) -> Dict[str, Any]:
         """Returns the config with few epochs and the callback."""
@@ -225,6 +202,38 @@ class Trial:
         callback = {"type": f"{__name__}.{TrialCallback.__name__}", "path": path}
         trainer["callbacks"] = [*(trainer.get("callbacks") or []), callback]
         return config
+
+
+def limit(config: Dict[str, Any], num_instances: int) -> None:
+    """
+    Limits the instances of a config to those of some steps, and the nodes to this one, and prints
+    what it has limited, or couldn't.
+
+    # Parameters
+
+    config : `Dict[str, Any]`, required.
+        It is changed in place.
+    num_instances : `int`, required.
+        The number of instances of the steps, over all workers of all nodes.
+    """
+    distributed = config.get("distributed") or {}
+    num_nodes = distributed.get("num_nodes", 1)
+    if num_nodes > 1:
+        print_lines(f"with the workers of one node, of {num_nodes}")
+        num_instances //= num_nodes
+        for key in _OF_NODES:
+            distributed.pop(key, None)
+    for name in ("dataset_reader", "validation_dataset_reader"):
+        section = config.get(name)
+        if section is None:
+            continue
+        section = {"type": section} if isinstance(section, str) else section
+        limits = [section.get("max_instances"), num_instances]
+        limited = {**section, "max_instances": min(n for n in limits if n is not None)}
+        if _is_reader(limited):
+            config[name] = limited
+        else:
+            print_lines(f"'{name}' has no 'max_instances': an epoch has all instances of its files")
 
 
 class _Stages:
@@ -292,7 +301,7 @@ def _printing(stages: _Stages, console: TextIO) -> Iterator[None]:
 
     def follow() -> None:
         while not has_ended.wait(_SECONDS_BETWEEN_LINES):
-            _print(*stages.new_lines(), file=console)
+            print_lines(*stages.new_lines(), file=console)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -303,10 +312,11 @@ def _printing(stages: _Stages, console: TextIO) -> Iterator[None]:
     finally:
         has_ended.set()
         thread.join()
-        _print(*stages.new_lines(is_whole), file=console)
+        print_lines(*stages.new_lines(is_whole), file=console)
 
 
-def _print(*lines: str, file: Optional[TextIO] = None) -> None:
+def print_lines(*lines: str, file: Optional[TextIO] = None) -> None:
+    """Prints lines below the one that says what is being done."""
     for line in lines:
         print(f"  {line}", file=file, flush=True)
 
@@ -337,6 +347,14 @@ def _stage(events: List[Dict[str, Any]]) -> str:
     }[last]
 
 
+def reason(error: BaseException) -> str:
+    """Returns why a training in a temporary directory, which is removed, has failed."""
+    # That of a worker of AllenNLP's has the traceback as its message.
+    is_of_worker = isinstance(error, ProcessRaisedException)
+    text = _in_a_line(str(error) if is_of_worker else error_messages.explanation(error))
+    return re.sub(r"\s*\(Full traceback: .*?\)", "", text).partition(HOW_TO_CONTINUE)[0]
+
+
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
@@ -364,7 +382,7 @@ def _since(start: float) -> str:
 
 
 @contextmanager
-def _output_to(path: Path) -> Iterator[TextIO]:
+def output_to(path: Path) -> Iterator[TextIO]:
     """
     Context manager in which this process and those that it starts print into a file. Yields what
     still prints where they did before.
