@@ -1,12 +1,14 @@
 import argparse
 import json
 import logging
+import sys
 from typing import Any, Dict, List
 
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
 from typing_extensions import override
 
+from allennlp_deepspeed.commands.comparison import Comparison
 from allennlp_deepspeed.commands.dry_run import DryRun
 from allennlp_deepspeed.commands.estimate import add_config, only_warnings
 from allennlp_deepspeed.commands.memory_estimate import Estimator
@@ -50,6 +52,15 @@ class Check:
             action="store_true",
             help="also train two steps with the first instances, in a temporary directory",
         )
+        subparser.add_argument(
+            "--compare",
+            action="store_true",
+            help="also train some steps with 'gradient_descent', and compare losses, gradient "
+            "norms and weights. Exits with code 1 if they differ by more than rounding",
+        )
+        subparser.add_argument(
+            "--steps", type=_positive, default=10, help="number of steps to compare (default = 10)"
+        )
         subparser.set_defaults(func=self.run)
         return subparser
 
@@ -72,6 +83,7 @@ class Check:
         print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")
         print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
         print(constructed, flush=True)
+        packages = getattr(args, "include_package", None) or []
         if not args.tries:
             try:
                 check_devices(params.as_dict(quiet=True))
@@ -81,9 +93,18 @@ class Check:
         else:
             with only_warnings():
                 states = Estimator(params, model=dry_run.model).states_of_config()
-            packages = getattr(args, "include_package", None) or []
             num_instances = resolved["train_batch_size"]
             Trial(params, packages, num_instances, states, dry_run.vocabulary).run()
+        if args.compare:
+            comparison = Comparison(params, packages, resolved, args.steps, dry_run.vocabulary)
+            if not comparison.run():
+                sys.exit(1)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of steps: write 1 or more")
+    return int(text)
 
 
 class _FilledValues(logging.Handler):
