@@ -11,6 +11,8 @@ from typing import Iterator, List
 
 ANSWERS = {
     "automatic batch size": "global_batch.html",
+    "breakpoint": "debugging.html",
+    "compare with gradient_descent": "comparing.html",
     "contrastive learning large batch": "contrastive.html",
     "convert checkpoint to fp32": "recovery.html",
     "CPU offload": "large_models.html",
