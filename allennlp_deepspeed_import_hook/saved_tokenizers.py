@@ -1,12 +1,12 @@
 """
 Tokenizers of SentencePiece that tokenize as the `tokenizer.json` says that was saved with them, and
-decode as they did in transformers 4.
+tokenizers of any kind that decode as they did in transformers 4, by which they were saved.
 
 Works around transformers 5.23.0: its classes of these tokenizers take only the vocabulary from that
 file, and have normalizers, pre-tokenizers and added tokens of their own. Several spaces, line
 breaks, accents and spaces before special tokens then have other IDs and offsets than in training.
-Where its config doesn't say, it also leaves spaces before punctuation when it decodes. Gone when a
-loaded tokenizer has what its file has.
+Where its config doesn't say, a tokenizer of any kind leaves spaces around quotes when it decodes.
+Gone when a loaded tokenizer has what its file has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from pathlib import Path
 from typing import Any, Callable, Dict, Optional
 
 logger = logging.getLogger(__name__)
@@ -39,16 +40,21 @@ def as_saved(get_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore(tokenizer: Any, model_name: str, kwargs: Dict[str, Any]) -> None:
-    path = _path(model_name, kwargs)
     built = getattr(tokenizer, "_tokenizer", None)
+    path = _path(model_name, "tokenizer_config.json", kwargs)
+    # The name of its backend is in what transformers 5 saves.
+    known = {"backend", "clean_up_tokenization_spaces"}
+    is_former = path is not None and not known & {*json.loads(Path(path).read_text()), *kwargs}
+    # It ignores that for BPE, with a warning.
+    if is_former and type(getattr(built, "model", None)).__name__ != "BPE":
+        tokenizer.clean_up_tokenization_spaces = True
+    path = _path(model_name, "tokenizer.json", kwargs)
     if path is None or built is None:
         return
     saved = type(built).from_file(path)
     parts, parts_of_built = json.loads(saved.to_str()), json.loads(built.to_str())
     if not _is_of_sentencepiece(parts):
         return
-    if "clean_up_tokenization_spaces" not in tokenizer.init_kwargs:
-        tokenizer.clean_up_tokenization_spaces = True
     names = {token["content"] for token in parts["added_tokens"]}
     # The call or the class may add others.
     for _, token in sorted(built.get_added_tokens_decoder().items()):
@@ -67,12 +73,12 @@ def _restore(tokenizer: Any, model_name: str, kwargs: Dict[str, Any]) -> None:
         )
 
 
-def _path(model_name: str, kwargs: Dict[str, Any]) -> Optional[str]:
+def _path(model_name: str, file: str, kwargs: Dict[str, Any]) -> Optional[str]:
     from transformers.utils import cached_file
 
     path: Optional[str] = cached_file(
         model_name,
-        "tokenizer.json",
+        file,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         **{name: kwargs[name] for name in _OF_HUB if name in kwargs},

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Dict
 
 import pytest
 from allennlp.common import cached_transformers
@@ -23,6 +24,18 @@ def test_what_was_restored_is_said_once(tmp_path: Path, caplog: pytest.LogCaptur
         for _ in range(2):
             cached_transformers.get_tokenizer(directory, add_special_tokens=False)
     assert caplog.text.count(directory) == 1
+
+
+@pytest.mark.parametrize("settings, decoded", [({}, "a''."), ({"backend": "tokenizers"}, "a ' '.")])
+def test_a_tokenizer_of_transformers_4_decodes_without_spaces_around_quotes(
+    tmp_path: Path, settings: Dict[str, str], decoded: str
+) -> None:
+    """Of other kinds, too. Today's have their backend in the file, and decode as today."""
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n'\n.\n")
+    config = {"tokenizer_class": "BertTokenizer", **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = cached_transformers.get_tokenizer(str(tmp_path), add_special_tokens=False)
+    assert tokenizer.decode(tokenizer.encode("a ''.", add_special_tokens=False)) == decoded
 
 
 def test_tokens_that_a_call_adds_are_kept() -> None:
