@@ -6,7 +6,7 @@ import json
 import random
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from unittest import mock
 
 import numpy as np
@@ -18,6 +18,7 @@ from allennlp.common import util as common_util
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader, MultiTaskDataLoader
 from allennlp.data.data_loaders.data_loader import TensorDict
+from allennlp.modules.encoder_base import _EncoderBase
 
 # What has a trainer and isn't called an experiment, and what is called so and is to fail.
 _OTHERS = (
@@ -162,6 +163,33 @@ def _set_random_state(state: Tuple[Any, Any, torch.Tensor]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
+
+
+def prepare_each_forward(model: torch.nn.Module, ranks: Sequence[int]) -> None:
+    """
+    Has dropout, and what else is random, be that of the micro-batch, whichever process trains it,
+    and an encoder that goes on with the states of the batch before do so with those of its rank.
+    """
+    count = 0
+    stateful = [module for module in model.modules() if isinstance(module, _EncoderBase)]
+    states: Dict[Any, Any] = {}
+
+    def before(module: torch.nn.Module, *_: Any) -> None:
+        nonlocal count
+        if module.training and torch.is_grad_enabled():
+            rank = ranks[count % len(ranks)]
+            seed(100_000 + 10 * (count // len(ranks)) + rank)
+            count += 1
+            for encoder in stateful if len(ranks) > 1 else []:
+                encoder._states = states.get((encoder, rank))
+
+    def after(module: torch.nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            rank = ranks[(count - 1) % len(ranks)]
+            states.update({(encoder, rank): encoder._states for encoder in stateful})
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after)
 
 
 @DataLoader.register("of_all_ranks")

@@ -32,7 +32,7 @@ from allennlp.training.util import evaluate, make_vocab_from_params
 
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.launch import train_command
-from tests.model_library.experiments import seed
+from tests.model_library.experiments import prepare_each_forward
 
 TIME_LIMIT = 600  # seconds
 GRACE = 5
@@ -264,7 +264,7 @@ def _train(
     initial = None if is_ours else _arrays(loop.model)
     trainable = [name for name, p in loop.model.named_parameters() if p.requires_grad]
     own_ranks = [rank] if world_size > 1 else range(config["data_loader"].get("world_size", 1))
-    _prepare_each_forward(loop.model, own_ranks)
+    prepare_each_forward(loop.model, own_ranks)
     if prepare is not None:
         prepare(loop.model)
     try:
@@ -345,33 +345,6 @@ def use_archive(config: Dict[str, Any], vocabulary: Path, folder: Path) -> str:
 
     (outcome,) = in_processes(1, work)
     return outcome.failure or outcome.refusal
-
-
-def _prepare_each_forward(model: torch.nn.Module, ranks: Sequence[int]) -> None:
-    """
-    Has dropout, and what else is random, be that of the micro-batch, whichever process trains it,
-    and an encoder that goes on with the states of the batch before do so with those of its rank.
-    """
-    count = 0
-    stateful = [module for module in model.modules() if isinstance(module, _EncoderBase)]
-    states: Dict[Any, Any] = {}
-
-    def before(module: torch.nn.Module, *_: Any) -> None:
-        nonlocal count
-        if module.training and torch.is_grad_enabled():
-            rank = ranks[count % len(ranks)]
-            seed(100_000 + 10 * (count // len(ranks)) + rank)
-            count += 1
-            for encoder in stateful if len(ranks) > 1 else []:
-                encoder._states = states.get((encoder, rank))
-
-    def after(module: torch.nn.Module, *_: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            rank = ranks[(count - 1) % len(ranks)]
-            states.update({(encoder, rank): encoder._states for encoder in stateful})
-
-    model.register_forward_pre_hook(before)
-    model.register_forward_hook(after)
 
 
 def restore_states_of_training(model: torch.nn.Module) -> None:

@@ -81,37 +81,45 @@ def outputs(directory: Path) -> List[Any]:
     return json.loads(json.dumps(found))
 
 
-def _write() -> None:
-    import sentencepiece
+def save(directory: Path, tokenizer_class: str, *args: Any, **kwargs: Any) -> None:
+    """Saves a tokenizer as one of a hub is saved, which has been loaded before."""
     import transformers
 
-    with tempfile.TemporaryDirectory() as temporary:
-        rules, corpus = Path(temporary, "rules.tsv"), Path(temporary, "corpus.txt")
-        lines = [
-            "\t".join(" ".join(f"{ord(each):X}" for each in side) for side in rule)
-            for rule in _RULES.items()
-        ]
-        rules.write_text("\n".join(lines) + "\n")
-        texts = [text.replace("\n", " ") for text in TEXTS if text]
-        corpus.write_text("\n".join([*texts * 3, *["a b a b a c"] * 30]))
-        for kind, (trained, arguments) in KINDS.items():
-            model, directory = Path(temporary, kind), FOLDER / kind
-            sentencepiece.SentencePieceTrainer.train(
-                **{"input": str(corpus), "model_prefix": str(model), "vocab_size": 120},
-                **{"hard_vocab_limit": False, "normalization_rule_tsv": str(rules), **trained},
-            )
-            made = getattr(transformers, f"{kind}TokenizerFast")(f"{model}.model", **arguments)
-            made.save_pretrained(temporary)
-            # As one of a hub is saved, which has been loaded before.
-            loaded = transformers.AutoTokenizer.from_pretrained(temporary)
-            directory.mkdir(parents=True, exist_ok=True)
-            loaded.save_pretrained(directory)
-            for path in directory.glob("*.model"):
-                path.unlink()
-            config = json.loads((directory / "tokenizer_config.json").read_text())
-            config.pop("name_or_path"), config.pop("special_tokens_map_file")
-            (directory / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
-            (directory / OUTPUTS).write_text(json.dumps(outputs(directory)) + "\n")
+    getattr(transformers, tokenizer_class)(*args, **kwargs).save_pretrained(directory)
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(directory)
+
+
+def train_sentencepiece(kind: str, folder: Path) -> Path:
+    """Trains on the texts, and returns the path of the model."""
+    import sentencepiece
+
+    rules, corpus = folder / "rules.tsv", folder / "corpus.txt"
+    lines = [
+        "\t".join(" ".join(f"{ord(each):X}" for each in side) for side in rule)
+        for rule in _RULES.items()
+    ]
+    rules.write_text("\n".join(lines) + "\n")
+    texts = [text.replace("\n", " ") for text in TEXTS if text]
+    corpus.write_text("\n".join([*texts * 3, *["a b a b a c"] * 30]))
+    sentencepiece.SentencePieceTrainer.train(
+        **{"input": str(corpus), "model_prefix": str(folder / kind), "vocab_size": 120},
+        **{"hard_vocab_limit": False, "normalization_rule_tsv": str(rules), **KINDS[kind][0]},
+    )
+    return folder / f"{kind}.model"
+
+
+def _write() -> None:
+    for kind, (_, arguments) in KINDS.items():
+        directory = FOLDER / kind
+        with tempfile.TemporaryDirectory() as temporary:
+            model = train_sentencepiece(kind, Path(temporary))
+            save(directory, f"{kind}TokenizerFast", str(model), **arguments)
+        for path in directory.glob("*.model"):
+            path.unlink()
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        config.pop("name_or_path"), config.pop("special_tokens_map_file")
+        (directory / "tokenizer_config.json").write_text(json.dumps(config) + "\n")
+        (directory / OUTPUTS).write_text(json.dumps(outputs(directory)) + "\n")
 
 
 if __name__ == "__main__":
