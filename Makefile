@@ -35,7 +35,7 @@ help:
 	@echo "make chat-steps  train on conversations beside TRL, step by step (about 5 minutes)"
 	@echo "make retrieval-steps  train bi-encoders beside sentence-transformers, step by step (about 3 minutes)"
 	@echo "make optimizers  train with optimizers of PyTorch and of packages at every stage, beside AllenNLP's own trainer (about 15 minutes)"
-	@echo "make original ORIGINAL=python  compare with AllenNLP 2.10.1 in an environment of 2022, of that Python (about 40 minutes)"
+	@echo "make original ORIGINAL=python ALLENNLP=path MODELS=path  compare with AllenNLP 2.10.1 in an environment of 2022, of that Python, with archives and experiments of checkouts (about an hour)"
 	@echo "make upstream ALLENNLP=path  run AllenNLP's own tests, of a checkout of its version 2.10.1: of trainers, with ours at stages 0, 2 and 3, and of all folders with this package imported (about 15 minutes)"
 	@echo "make upstream-models-library MODELS=path  train the experiments of allennlp-models' fixtures, of a checkout of its version 2.10.1, beside AllenNLP's own trainer, and its training configs (about two hours)"
 	@echo "make upstream-projects PROJECTS=path  train public projects, of checkouts in a folder, named OWNER+NAME, beside AllenNLP's own trainer (about an hour)"
@@ -141,10 +141,11 @@ optimizers: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)
 	python -m tests.optimizers
 
 # `bash tests/original/environment.sh FOLDER python3.9` makes the environment, whose Python is
-# FOLDER/bin/python (10 minutes, 3 GB). The table is written under benchmarks/results.
-original: $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)
+# FOLDER/bin/python (10 minutes, 3 GB). The table is committed under benchmarks/results.
+# Published archives and experiments are of checkouts: ALLENNLP=path MODELS=path.
+original: $(VENV)/installed-models $(patsubst %,$(OPS)/%Builder.built,FusedAdam CPUAdam)
 	$(if $(ORIGINAL),,$(error Write `make original ORIGINAL=FOLDER/bin/python`, that of tests/original/environment.sh))
-	python -m tests.original "$(ORIGINAL)"
+	python -m tests.original "$(ORIGINAL)" $(if $(ALLENNLP),--allennlp "$(ALLENNLP)") $(if $(MODELS),--models "$(MODELS)")
 
 upstream: upstream-0 upstream-2 upstream-3 upstream-folders
 

@@ -14,13 +14,16 @@ class Architecture(NamedTuple):
         Keys of its config that aren't small by their name (`former.transformer`).
     sub_module : `Optional[str]`
         The part that is embedded.
-    name : `Optional[str]`
+    model_type : `Optional[str]`
         The type of the transformer, if there are several of it.
+    num_tokens : `int`
+        To which short texts are padded. None has more than 16.
     """
 
     settings: Dict[str, Any] = {}
     sub_module: Optional[str] = None
     model_type: Optional[str] = None
+    num_tokens: int = 0
 
 
 _NO_EXTRA_POSITIONS = Architecture({"max_position_embeddings": 42})
@@ -35,24 +38,11 @@ ARCHITECTURES: Dict[str, Architecture] = {
     "bigbird_pegasus-encoder": Architecture(
         {"attention_type": "original_full"}, "encoder", "bigbird_pegasus"
     ),
-    "blenderbot-small": Architecture(),
+    "blenderbot-encoder": Architecture({}, "encoder", "blenderbot"),
+    "blenderbot-small-encoder": Architecture({}, "encoder", "blenderbot-small"),
     "bloom": Architecture({"hidden_size": 32, "n_head": 4, "n_layer": 2}),
     "camembert": _NO_EXTRA_POSITIONS,
     "canine": Architecture({"num_hash_buckets": 64}),
-    "clip": Architecture(
-        {
-            "text_config_dict": {
-                **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32},
-                **{"num_hidden_layers": 2, "num_attention_heads": 4},
-                **{"max_position_embeddings": 40},
-            },
-            "vision_config_dict": {
-                **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
-                **{"num_attention_heads": 4, "image_size": 16, "patch_size": 8},
-            },
-        },
-        "text_model",
-    ),
     "convbert": Architecture(),
     "ctrl": Architecture({"n_head": 4, "n_layer": 2, "dff": 32}),
     "data2vec-text": _NO_EXTRA_POSITIONS,
@@ -62,18 +52,18 @@ ARCHITECTURES: Dict[str, Architecture] = {
     "distilbert-sinusoidal": Architecture({"sinusoidal_pos_embds": True}, None, "distilbert"),
     "electra": Architecture(),
     "flaubert": Architecture({"pad_index": 0}),
-    "fnet": Architecture(),
-    "fsmt-encoder": Architecture(
-        {"src_vocab_size": 64, "tgt_vocab_size": 64, "langs": ["en", "de"]}, "encoder", "fsmt"
+    "funnel": Architecture(
+        {
+            **{"architectures": ["FunnelModel"], "block_sizes": [1, 1, 1]},
+            **{"block_repeats": [1, 1, 1], "num_decoder_layers": 1},
+        }
     ),
-    "funnel": Architecture({"block_sizes": [1, 1, 1], "num_decoder_layers": 1}),
     "gpt2": Architecture({"n_head": 4, "n_layer": 2}),
     "gpt_neo": Architecture(
         {"attention_types": [[["global", "local"], 1]], "window_size": 8, "num_layers": 2}
     ),
     "gpt_neox": Architecture({"rotary_pct": 0.5}),
     "gptj": Architecture({"n_head": 4, "n_layer": 2, "rotary_dim": 4}),
-    "ibert": _NO_EXTRA_POSITIONS,
     "layoutlm": Architecture(),
     "led-encoder": Architecture({"attention_window": [8, 8]}, "encoder", "led"),
     "longformer": Architecture({"attention_window": [8, 8], "max_position_embeddings": 42}),
@@ -88,7 +78,11 @@ ARCHITECTURES: Dict[str, Architecture] = {
     "mobilebert": Architecture({"true_hidden_size": 32, "intra_bottleneck_size": 32}),
     "mpnet": _NO_EXTRA_POSITIONS,
     "mt5-encoder": Architecture({}, "encoder", "mt5"),
-    "nystromformer": Architecture({"num_landmarks": 4, "segment_means_seq_len": 40}),
+    # Those of the hub have as many landmarks.
+    "nystromformer": Architecture({"num_landmarks": 16, "segment_means_seq_len": 16}),
+    "nystromformer-landmarks": Architecture(
+        {"num_landmarks": 4, "segment_means_seq_len": 16}, None, "nystromformer", num_tokens=16
+    ),
     "openai-gpt": Architecture({"n_head": 4, "n_layer": 2}),
     "opt": Architecture({"word_embed_proj_dim": 32}),
     "pegasus-encoder": Architecture({}, "encoder", "pegasus"),
@@ -96,9 +90,12 @@ ARCHITECTURES: Dict[str, Architecture] = {
     "prophetnet-encoder": Architecture({}, "encoder", "prophetnet"),
     "reformer": Architecture(
         {
-            **{"axial_pos_shape": [5, 8], "axial_pos_embds_dim": [16, 16]},
+            **{"axial_pos_shape": [2, 8], "axial_pos_embds_dim": [8, 8]},
             **{"attn_layers": ["local", "local"], "local_attn_chunk_length": 8},
-        }
+            # It puts out twice as many.
+            **{"max_position_embeddings": 16, "hidden_size": 16},
+        },
+        num_tokens=16,
     ),
     "rembert": Architecture(),
     "roberta": _NO_EXTRA_POSITIONS,

@@ -37,19 +37,18 @@ def make_archives(python: str) -> None:
     """Of untrained models, whose weights are random."""
     made: List[Dict[str, Any]] = []
     for name in ARCHIVES:
-        transformer, archive, *_ = jobs.of_architecture(name, DIRECTORY, DATA, load_weights=False)
-        archive["directory"] = str(DIRECTORY / name)
-        outputs = {
-            "do": "outputs",
-            "directory": str(DIRECTORY / name),
-            "archive_file": str(DIRECTORY / name / "model.tar.gz"),
-            "data": str(DATA),
-        }
-        made += [transformer, archive, outputs]
+        transformer, archive, *_ = jobs.of_architecture(name, DIRECTORY / name, DATA, False)
+        archive["directory"] = str(DIRECTORY / name / "initial")
+        outputs = jobs.of_archive(DIRECTORY / name / "initial/model.tar.gz", DIRECTORY / name)
+        made += [transformer, archive, *outputs]
     with tempfile.TemporaryDirectory() as scratch:
         jobs.run(python, made, Path(scratch))
-    for path in DIRECTORY.rglob("pytorch_model.bin"):
-        path.unlink()
+    for name in ARCHIVES:
+        (DIRECTORY / name / "transformer/pytorch_model.bin").unlink()
+        (DIRECTORY / name / "initial/model.tar.gz").rename(DIRECTORY / name / "model.tar.gz")
+        (DIRECTORY / name / "expected/outputs.json").rename(DIRECTORY / name / "outputs.json")
+        (DIRECTORY / name / "initial").rmdir()
+        (DIRECTORY / name / "expected").rmdir()
 
 
 def interrupt_training(python: str) -> None:

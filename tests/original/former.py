@@ -1,11 +1,12 @@
 """
 Makes transformers, archives, trainings and tokenizers with AllenNLP 2.10.1 as it was released. It
-runs in that environment, without this package: `python tests/original/former.py JOBS.json`.
+runs in that environment, without this package, which `PYTHONPATH` has the tests of.
 
 A job is a dictionary with the key "do", which names a function here, and its arguments. What it
 writes is in its "directory". An error is written to `error.txt` there, and the next job is done.
 """
 
+import copy
 import json
 import logging
 import os
@@ -14,18 +15,20 @@ import shutil
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 import torch
 import transformers
-from allennlp.commands.train import train_model
+from allennlp.commands.train import TrainModel
 from allennlp.common import Params
 from allennlp.common.util import import_module_and_submodules, prepare_environment
-from allennlp.data import DatasetReader, Vocabulary
-from allennlp.data.data_loaders import SimpleDataLoader
-from allennlp.models import Model, archive_model, load_archive
-from allennlp.predictors import Predictor
-from allennlp.training.util import evaluate
+from allennlp.models import archive_model
+
+from tests.model_library import experiments
+from tests.original import components, tokenizer_kinds
+from tests.original.outputs import outputs as outputs_of
+from tests.original.outputs import write
+from tests.support import saved_tokenizers
 
 # The names of keys of a transformer's config, and small values for them: the first that matches.
 VOCABULARY_SIZE = 64
@@ -74,30 +77,33 @@ def transformer(
     path.write_text(json.dumps(settings))
 
 
-def tokenizer(directory: str, tokenizer_class: str, arguments: Dict[str, Any]) -> None:
-    """Saves a tokenizer that is made of files, such as `vocab_file`."""
-    getattr(transformers, tokenizer_class)(**arguments).save_pretrained(directory)
+def tokenizer(directory: str, kind: str) -> None:
+    """Saves a tokenizer, and writes what it makes of texts."""
+    tokenizer_kinds.save_kind(kind, Path(directory))
+    write(Path(directory, "outputs.json"), saved_tokenizers.outputs(Path(directory)))
+
+
+def component(directory: str, kind: str, name: str) -> None:
+    """Writes what an object of a registered name computes."""
+    write(Path(directory, "outputs.json"), components.output(kind, name))
 
 
 def archive(directory: str, config: Dict[str, Any], seed: int = 1) -> None:
     """Writes the archive of an untrained model."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    params = Params(json.loads(json.dumps({**config, "random_seed": seed})))
-    params.to_file(os.path.join(directory, "config.json"))
-    prepare_environment(params)
-    reader = DatasetReader.from_params(params.pop("dataset_reader"))
-    instances = list(reader.read(params["train_data_path"]))
-    vocab = Vocabulary.from_params(params.pop("vocabulary", {}), instances=instances)
-    vocab.save_to_files(os.path.join(directory, "vocabulary"))
-    model = Model.from_params(vocab=vocab, params=params.pop("model"))
-    torch.save(model.state_dict(), os.path.join(directory, "best.th"))
+    params = _prepare(directory, {**config, "random_seed": seed})
+    loop = TrainModel.from_params(params, serialization_dir=directory, local_rank=0)
+    torch.save(loop.model.state_dict(), os.path.join(directory, "best.th"))
     archive_model(directory)
     _remove(directory, "best.th", "vocabulary", "config.json")
 
 
 def train(directory: str, config: Dict[str, Any], keeps_checkpoints: bool = False) -> None:
     """Trains with AllenNLP's own trainer. The archive, metrics and last weights are left."""
-    train_model(Params(json.loads(json.dumps(config))), directory, force=True)
+    params = _prepare(directory, config)
+    loop = TrainModel.from_params(params, serialization_dir=directory, local_rank=0)
+    experiments.prepare_each_forward(loop.model, [0])
+    loop.run()
+    archive_model(directory)
     if not keeps_checkpoints:
         states = sorted(Path(directory).glob("model_state_e*.th"), key=os.path.getmtime)
         states[-1].rename(os.path.join(directory, "last.th"))
@@ -105,31 +111,18 @@ def train(directory: str, config: Dict[str, Any], keeps_checkpoints: bool = Fals
             path.unlink()
 
 
-def outputs(directory: str, archive_file: str, data: str, num_instances: int = 4) -> None:
+def _prepare(directory: str, config: Dict[str, Any]) -> Params:
+    shutil.rmtree(directory, ignore_errors=True)
+    Path(directory).mkdir(parents=True)
+    params = Params(copy.deepcopy(config))
+    params.to_file(os.path.join(directory, "config.json"))
+    prepare_environment(params)
+    return params
+
+
+def outputs(directory: str, archive_file: str, overrides: Optional[Dict[str, str]] = None) -> None:
     """Writes what an archive's model predicts and is evaluated with, to `outputs.json`."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    loaded = load_archive(archive_file)
-    loaded.model.eval()
-    instances = list(loaded.validation_dataset_reader.read(data))
-    for instance in instances:
-        loaded.validation_dataset_reader.apply_token_indexers(instance)
-    predictions = loaded.model.forward_on_instances(instances[:num_instances])
-    loader = SimpleDataLoader(instances, 4, vocab=loaded.model.vocab)
-    metrics = evaluate(loaded.model, loader, cuda_device=-1)
-    written = {"predictions": predictions, "metrics": metrics}
-    Path(directory, "outputs.json").write_text(json.dumps(written, default=_plain, indent=1))
-
-
-def predictions(directory: str, archive_file: str, inputs: List[Any], predictor: str) -> None:
-    """Writes what a predictor says of inputs, to `predictions.json`."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    loaded = Predictor.from_path(archive_file, predictor)
-    said = [loaded.predict_json(each) for each in inputs]
-    Path(directory, "predictions.json").write_text(json.dumps(said, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    write(Path(directory, "outputs.json"), outputs_of(archive_file, overrides))
 
 
 def _remove(directory: str, *names: str) -> None:
@@ -142,8 +135,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     written = json.loads(Path(sys.argv[1]).read_text())
-    for package in written.get("packages", ()):
+    for package in written["packages"]:
         import_module_and_submodules(package)
+    experiments.install()
     for job in written["jobs"]:
         do = globals()[job.pop("do")]
         try:

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
+from tests.model_library import experiments
 from tests.original.architectures import ARCHITECTURES
+from tests.support.command import REPOSITORY
 
+# By its path, since a checkout has a package of tests of the same name.
 FORMER = Path(__file__).parent / "former.py"
-PARTS = ("transformer", "initial", "trained", "expected")
 Config = Dict[str, Any]
+Job = Dict[str, Any]
 
 # Of a text a line: labels by whether an early word is in it.
 _NUM_WORDS = 57
@@ -38,6 +41,7 @@ def classifier(transformer: Path, data: Path, name: str, load_weights: bool = Tr
         "type": "pretrained_transformer",
         "model_name": str(transformer),
         "namespace": "tags",
+        "token_min_padding_length": architecture.num_tokens,
     }
     return {
         "dataset_reader": {
@@ -72,41 +76,65 @@ def from_archive(config: Config, archive: Path) -> Config:
     }
 
 
-def of_architecture(
-    name: str, directory: Path, data: Path, load_weights: bool = True, trains: bool = True
-) -> List[Dict[str, Any]]:
-    """
-    The jobs that make a transformer, an archive with random weights, a training from that, and what
-    the model that is trained, or else the archive's, puts out.
-    """
+def of_architecture(name: str, directory: Path, data: Path, load_weights: bool = True) -> List[Job]:
+    """The jobs that make a transformer, and those of a training of a classifier over it."""
     architecture = ARCHITECTURES[name]
-    model_type = architecture.model_type or name.removesuffix("-encoder")
-    transformer, initial, trained, expected = (directory / name / part for part in PARTS)
-    config = classifier(transformer, data, name, load_weights)
+    transformer = directory / "transformer"
     made = {
         "do": "transformer",
         "directory": str(transformer),
-        "model_type": model_type,
+        "model_type": architecture.model_type or name.removesuffix("-encoder"),
         "settings": architecture.settings,
     }
-    archive = initial / "model.tar.gz"
-    made_archive = {"do": "archive", "directory": str(initial), "config": config}
-    training = {"do": "train", "directory": str(trained), "config": from_archive(config, archive)}
-    outputs = {
-        "do": "outputs",
-        "directory": str(expected),
-        "archive_file": str(trained / "model.tar.gz" if trains else archive),
-        "data": str(data),
-    }
-    return [made, made_archive, *([training] if trains else []), outputs]
+    return [made, *of_training(classifier(transformer, data, name, load_weights), directory)]
+
+
+def of_training(config: Config, directory: Path) -> List[Job]:
+    """
+    The jobs that make an archive with random weights, a training from that, and what the model that
+    is trained puts out.
+    """
+    initial, trained = directory / "initial", directory / "trained"
+    training = from_archive(config, initial / "model.tar.gz")
+    return [
+        {"do": "archive", "directory": str(initial), "config": config},
+        {"do": "train", "directory": str(trained), "config": training},
+        *of_archive(trained / "model.tar.gz", directory),
+    ]
+
+
+def of_archive(
+    archive: Path, directory: Path, overrides: Optional[Dict[str, str]] = None
+) -> List[Job]:
+    """The job that writes what an archive's model puts out."""
+    job = {"do": "outputs", "directory": str(directory / "expected"), "overrides": overrides}
+    return [{**job, "archive_file": str(archive)}]
+
+
+def experiment(checkout: Path, name: str, folder: Path) -> Config:
+    """An experiment of allennlp-models' fixtures, with SGD."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fixtures = checkout / "test_fixtures"
+    return experiments.with_sgd(experiments.read(fixtures, name, folder))
 
 
 def run(
-    python: str, jobs: Sequence[Dict[str, Any]], directory: Path, packages: Sequence[str] = ()
+    python: str,
+    jobs: Sequence[Job],
+    directory: Path,
+    packages: Sequence[str] = (),
+    checkout: Optional[Path] = None,
 ) -> None:
-    """Has the environment of 2022 do jobs."""
-    path = directory / "jobs.json"
+    """Has the environment of 2022 do jobs, in the folder of a checkout."""
+    path = (directory / "jobs.json").absolute()
     path.write_text(json.dumps({"jobs": list(jobs), "packages": list(packages)}))
     command = [python, "-W", "ignore", str(FORMER), str(path)]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    subprocess.run(command, check=True, env={**os.environ, **offline})
+    subprocess.run(
+        command,
+        check=True,
+        cwd=checkout or REPOSITORY,
+        env={**os.environ, **offline, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
