@@ -33,6 +33,11 @@ _OBSOLETE: Mapping[str, Set[str]] = {
 
 # Settings of configs with which a transformer has fixed positions, in `position_embeddings`.
 _FIXED_POSITIONS = ("sinusoidal_pos_embds", "sinusoidal_embeddings")
+# Types of transformers that attended to the past alone if their config had "is_decoder".
+_BIDIRECTIONAL = {
+    *("canine", "convbert", "longformer", "mobilebert"),
+    *("mpnet", "nystromformer", "splinter", "squeezebert"),
+}
 _FROZEN = "_frozen_at_construction"
 
 
@@ -166,17 +171,21 @@ def _freezing(post_init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_ignored_settings(model: Any) -> None:
-    positions = getattr(model.config, "position_embedding_type", None)
-    if not str(positions).startswith("relative_key"):
+    config = model.config
+    positions = getattr(config, "position_embedding_type", None)
+    has_relative = any(hasattr(module, "distance_embedding") for module in model.modules())
+    if str(positions).startswith("relative_key") and not has_relative:
+        setting, instead = f"'position_embedding_type': {positions!r}", "'absolute' positions"
+    elif getattr(config, "is_decoder", False) and config.model_type in _BIDIRECTIONAL:
+        setting, instead = "'is_decoder': True", "attention in both directions"
+    else:
         return
-    if not any(hasattr(module, "distance_embedding") for module in model.modules()):
-        from allennlp.common.checks import ConfigurationError
+    from allennlp.common.checks import ConfigurationError
 
-        raise ConfigurationError(
-            f"The config of {type(model).__name__} has 'position_embedding_type': {positions!r}, "
-            "which transformers 5 ignores: its outputs would be others. Write a model with "
-            "'absolute' positions, or use transformers 4."
-        )
+    raise ConfigurationError(
+        f"The config of {type(model).__name__} has {setting}, which transformers 5 ignores: its "
+        f"outputs would be others. Write a model with {instead}, or use transformers 4."
+    )
 
 
 def _keeping_frozen(from_pretrained: Callable[..., Any]) -> Callable[..., Any]:

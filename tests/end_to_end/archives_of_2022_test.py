@@ -25,6 +25,7 @@ from transformers import (
     DistilBertConfig,
     FSMTConfig,
     MarianConfig,
+    MPNetConfig,
     PegasusConfig,
     RoFormerConfig,
     T5Config,
@@ -200,15 +201,19 @@ def test_weights_of_t5_are_tied_as_its_config_says(is_tied: bool, tmp_path: Path
     assert (model.lm_head.weight is model.token_embeddings.weight) == is_tied
 
 
-def test_relative_positions_that_transformers_ignores_are_refused() -> None:
-    config = BertConfig(
-        vocab_size=20,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        position_embedding_type="relative_key",
-    )
-    with pytest.raises(ConfigurationError, match="position_embedding_type"):
+SMALL = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "config, key",
+    [
+        (BertConfig(**SMALL, position_embedding_type="relative_key"), "position_embedding_type"),
+        (MPNetConfig(**SMALL, is_decoder=True), "is_decoder"),
+    ],
+    ids=["relative positions", "attention to the past alone"],
+)
+def test_a_setting_that_transformers_ignores_is_refused(config: Any, key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key):
         AutoModel.from_config(config)
 
 
