@@ -21,6 +21,7 @@ import torch
 import transformers
 from allennlp.commands.train import TrainModel
 from allennlp.common import Params
+from allennlp.common.meta import META_NAME, Meta
 from allennlp.common.util import import_module_and_submodules, prepare_environment
 from allennlp.models import archive_model
 
@@ -94,7 +95,7 @@ def archive(directory: str, config: Dict[str, Any], seed: int = 1) -> None:
     loop = TrainModel.from_params(params, serialization_dir=directory, local_rank=0)
     torch.save(loop.model.state_dict(), os.path.join(directory, "best.th"))
     archive_model(directory)
-    _remove(directory, "best.th", "vocabulary", "config.json")
+    _remove(directory, "best.th", "vocabulary", "config.json", META_NAME)
 
 
 def train(directory: str, config: Dict[str, Any], keeps_checkpoints: bool = False) -> None:
@@ -116,6 +117,7 @@ def _prepare(directory: str, config: Dict[str, Any]) -> Params:
     Path(directory).mkdir(parents=True)
     params = Params(copy.deepcopy(config))
     params.to_file(os.path.join(directory, "config.json"))
+    Meta.new().to_file(os.path.join(directory, META_NAME))
     prepare_environment(params)
     return params
 

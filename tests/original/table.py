@@ -40,6 +40,8 @@ CAUSES: Dict[str, str] = {
     "architecture prophetnet-encoder": "transformers 4 masked each text with those of other texts "
     "of the batch",
     "architecture nystromformer-landmarks": "transformers 5 fails",
+    r"experiment lm/language_model/.*sparse": "refused at stages 2 and 3, since its embedding has "
+    "sparse gradients; the message says what to write",
     "tokenizer MPNetTokenizerFast": "the offset of `<mask>` is without the space before it",
     "tokenizer RemBertTokenizerFast": "the text of `[MASK]` is in lower case; its ID is the same",
 }
@@ -83,8 +85,10 @@ def _section(rows: List[Row]) -> List[str]:
     blocks = [f"{_count(made)}."]
     shown = made
     if columns == ["results"]:
-        same = [row.name for row in made if row.is_same]
-        blocks.append(f"The same: {', '.join(same)}.")
+        same = [row.name.rpartition(" ") for row in made if row.is_same]
+        groups = itertools.groupby(same, key=lambda parts: parts[0])
+        texts = [f"{kind} {', '.join(each[2] for each in names)}" for kind, names in groups]
+        blocks.append(f"The same: {'; '.join(texts)}.".replace("  ", " "))
         shown = [row for row in made if not row.is_same]
     if shown:
         cells = [[row.name, *(_cell(row, each) for each in columns), _note(row)] for row in shown]
