@@ -35,12 +35,12 @@ SHIMS = {
     # AllenNLP's only module that imports transformers whenever AllenNLP reads data.
     "allennlp.data.vocabulary": "former_tokenizers",
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
-    "allennlp.data.dataset_readers.dataset_reader": "ranks_in_spawned_loader_workers",
+    "allennlp.data.dataset_readers.dataset_reader": "ranks_in_spawned_loader_workers "
+    "former_argument_of_readers",
     f"{_EMBEDDERS}.pretrained_transformer_embedder": "late_settings_of_transformers",
     "allennlp.modules.transformer.transformer_module": "weights_of_today",
     "allennlp.training.gradient_descent_trainer": "former_checkpoints",
     "allennlp.training.optimizers": "former_adamw",
-    "allennlp_models.generation.models.bart": "former_cache_of_bart",
     "allennlp_models.rc.tools.narrativeqa": "former_imports_of_narrativeqa",
     f"{_READERS}.penn_tree_bank": "files_outside_of_nltk",
     f"{_READERS}.srl": "former_wordpieces",

@@ -1,7 +1,8 @@
 """
 Methods and arguments that `transformers.PreTrainedModel` had. Projects with subclasses of it end a
 constructor by `init_weights`, which transformers 5 calls in `post_init`, and call methods for
-attention masks that it has removed.
+attention masks that it has removed. Their beam searches take the cache of a decoder for tuples of
+tensors, as that of BART in allennlp-models, and their copies of its classes prune heads.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import MappingProxyType
-from typing import Any, List, Optional
+from typing import Any, Iterator, List, Optional, Set, Tuple
 
 import torch
 
@@ -21,10 +22,13 @@ def restore(model_class: Any) -> None:
     """Adds the methods to `PreTrainedModel`, unless it has them."""
     model_class.all_tied_weights_keys = MappingProxyType({})
     model_class.init_weights = _completing_construction(model_class.init_weights)
-    model_class.__call__ = _with_former_labels(model_class.__call__)
+    model_class.__call__ = _with_former_arguments(model_class.__call__)
     for method in (get_extended_attention_mask, invert_attention_mask, get_head_mask):
         if not hasattr(model_class, method.__name__):
             setattr(model_class, method.__name__, method)
+    from transformers import EncoderDecoderCache
+
+    EncoderDecoderCache.__iter__ = _tensors_of_layers  # type: ignore[method-assign]
 
 
 def _completing_construction(init_weights: Any) -> Any:
@@ -39,18 +43,48 @@ def _completing_construction(init_weights: Any) -> Any:
     return complete
 
 
-def _with_former_labels(call: Any) -> Any:
+def _with_former_arguments(call: Any) -> Any:
     @functools.wraps(call)
-    def call_with_labels(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_with_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name in _LABELS:
             if name in kwargs and "labels" not in kwargs:
                 # A project's own class may have it still.
                 known = inspect.signature(self.forward).parameters
                 if "labels" in known and name not in known:
                     kwargs["labels"] = kwargs.pop(name)
+        cache = kwargs.get("past_key_values")
+        # A project's own class takes the tensors.
+        if isinstance(cache, tuple) and type(self).__module__.startswith("transformers."):
+            kwargs["past_key_values"] = _cache_of_tensors(cache)
         return call(self, *args, **kwargs)
 
-    return call_with_labels
+    return call_with_arguments
+
+
+def _tensors_of_layers(cache: Any) -> Iterator[Tuple[torch.Tensor, ...]]:
+    """Yields the four tensors of each layer, without those of a sliding window if it has none."""
+    for layers in zip(cache.self_attention_cache, cache.cross_attention_cache, strict=True):
+        yield tuple(tensor for layer in layers for tensor in layer if tensor is not None)
+
+
+def _cache_of_tensors(layers: Tuple[Tuple[torch.Tensor, ...], ...]) -> Any:
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    has_encoder = bool(layers) and len(layers[0]) == 4
+    return EncoderDecoderCache(layers) if has_encoder else DynamicCache(layers)
+
+
+def find_pruneable_heads_and_indices(
+    heads: List[int], num_heads: int, head_size: int, pruned: Set[int]
+) -> Tuple[Set[int], torch.Tensor]:
+    """
+    Returns the heads that aren't pruned yet, and the indices of the rows of others in a weight of
+    the heads that are left.
+    """
+    new = set(heads) - pruned
+    left = [head for head in range(num_heads + len(pruned)) if head not in pruned]
+    rows = torch.arange(num_heads * head_size).view(num_heads, head_size)
+    return new, rows[[head not in new for head in left]].flatten()
 
 
 def get_extended_attention_mask(

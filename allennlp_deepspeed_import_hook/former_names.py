@@ -24,6 +24,10 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+_PRUNING = {
+    "find_pruneable_heads_and_indices": "allennlp_deepspeed_import_hook.former_models:"
+    "find_pruneable_heads_and_indices",
+}
 # By module and name: the module and the name where it is today.
 _MOVED: Dict[str, Dict[str, str]] = {
     "allennlp.data": {},
@@ -35,6 +39,9 @@ _MOVED: Dict[str, Dict[str, str]] = {
             *("RandomSampler", "SequentialSampler", "SubsetRandomSampler"),
             "WeightedRandomSampler",
         )
+    },
+    "allennlp.data.tokenizers": {
+        "WordTokenizer": "allennlp_deepspeed_import_hook.former_word_tokenizer:WordTokenizer",
     },
     "allennlp.common.util": {
         "import_submodules": "allennlp.common.util:import_module_and_submodules",
@@ -54,9 +61,13 @@ _MOVED: Dict[str, Dict[str, str]] = {
         "DataCollatorForWholeWordMask",
     },
     "transformers.modeling_utils": {
-        name: f"transformers.pytorch_utils:{name}"
-        for name in ("Conv1D", "apply_chunking_to_forward", "prune_linear_layer")
+        **{
+            name: f"transformers.pytorch_utils:{name}"
+            for name in ("Conv1D", "apply_chunking_to_forward", "prune_linear_layer")
+        },
+        **_PRUNING,
     },
+    "transformers.pytorch_utils": _PRUNING,
     "transformers.tokenization_utils": {
         name: f"transformers.tokenization_python:{name}"
         for name in (
@@ -82,6 +93,10 @@ _MOVED: Dict[str, Dict[str, str]] = {
 _MOVED_MODULES = {
     "allennlp.data.dataloader": "allennlp.data.data_loaders",
     "allennlp.data.dataset": "allennlp.data.batch",
+    "allennlp.data.tokenizers.word_splitter": "allennlp_deepspeed_import_hook."
+    "former_word_tokenizer",
+    "allennlp.data.tokenizers.word_tokenizer": "allennlp_deepspeed_import_hook."
+    "former_word_tokenizer",
     "allennlp.data.tokenizers.token": "allennlp.data.tokenizers.token_class",
     "transformers.deepspeed": "transformers.integrations.deepspeed",
     "transformers.generation_logits_process": "transformers.generation.logits_process",
@@ -136,7 +151,6 @@ _REMOVED: Dict[str, str] = {
     "TransfoXLModel": "transformers no longer has Transformer-XL",
     "TransfoXLTokenizer": "transformers no longer has Transformer-XL",
     "cached_path": "write allennlp.common.file_utils.cached_path",
-    "find_pruneable_heads_and_indices": "heads are no longer pruned: remove what calls it",
     "is_tf_available": "TensorFlow is no longer supported: remove the call",
     "load_tf_weights_in_bert": "convert the checkpoint with transformers 4",
     "prune_layer": "write transformers.pytorch_utils.prune_linear_layer",
@@ -180,6 +194,10 @@ def _restore_in_libraries() -> None:
             of_python = getattr(builtins, today, None)
             value = of_python if isinstance(of_python, type) else getattr(numpy, today)
             setattr(numpy, name, value)
+    if "in1d" not in vars(numpy):
+        numpy.in1d = lambda first, *args, **kwargs: numpy.isin(  # type: ignore[attr-defined]
+            numpy.ravel(first), *args, **kwargs
+        )
     load = spacy.load
 
     @functools.wraps(load)

@@ -18,12 +18,8 @@ import os
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 from unittest import mock
-
-# Not at run time: a module with a shim may be of a program that doesn't import AllenNLP.
-if TYPE_CHECKING:
-    import torch
 
 _PACKAGE = "allennlp_deepspeed"
 _SAFETENSORS = "model.safetensors"
@@ -332,6 +328,32 @@ def ranks_in_spawned_loader_workers(module: ModuleType) -> Iterator[None]:
 
 
 @contextmanager
+def former_argument_of_readers(module: ModuleType) -> Iterator[None]:
+    """
+    Lets readers pass `lazy`, an argument of AllenNLP 1 that was the first. Data are read once.
+    """
+    yield
+    reader: Any = module.DatasetReader  # type: ignore[attr-defined]
+    initialize = reader.__init__
+
+    @functools.wraps(initialize)
+    def initialize_without_lazy(self: Any, *args: Any, lazy: bool = False, **kwargs: Any) -> None:
+        # No other argument in this position is a truth value.
+        if args and isinstance(args[0], bool):
+            lazy, *args = args  # type: ignore[assignment]
+        if lazy:
+            logging.getLogger(__name__).warning(
+                "%s is lazy, but data are read once: write 'data_loader.max_instances_in_memory' "
+                "to read them in each epoch",
+                type(self).__name__,
+            )
+        self.lazy = lazy
+        initialize(self, *args, **kwargs)
+
+    reader.__init__ = initialize_without_lazy
+
+
+@contextmanager
 def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
     Makes the modules of `allennlp.modules.transformer`, which look for `pytorch_model.bin` only,
@@ -508,36 +530,3 @@ class _Wordpieces:
 
     def tokenize(self, text: str) -> List[str]:
         return [piece.value for word in text.split() for piece in self._model.tokenize(word)]
-
-
-@contextmanager
-def former_cache_of_bart(module: ModuleType) -> Iterator[None]:
-    """
-    Its beam search takes the cache of the decoder for a tuple of four tensors for each layer.
-    """
-    yield
-    bart = module.Bart  # type: ignore[attr-defined]
-    bart._decoder_cache_to_dict = staticmethod(_tensors_of_cache)
-    bart._dict_to_decoder_cache = _cache_of_tensors
-
-
-def _tensors_of_cache(cache: Any) -> Dict[str, torch.Tensor]:
-    parts = (cache.self_attention_cache, cache.cross_attention_cache)
-    return {
-        f"decoder_cache_{i}_{2 * j + k}": tensor
-        for j, part in enumerate(parts)
-        for i, layer in enumerate(part.layers)
-        for k, tensor in enumerate((layer.keys, layer.values))
-    }
-
-
-def _cache_of_tensors(bart: Any, tensors: Dict[str, torch.Tensor]) -> Any:
-    from transformers import DynamicCache, EncoderDecoderCache
-
-    layers = [f"decoder_cache_{i}_" for i in range(len(bart.bart.model.decoder.layers))]
-    return EncoderDecoderCache(
-        *(
-            DynamicCache([(tensors[f"{layer}{k}"], tensors[f"{layer}{k + 1}"]) for layer in layers])
-            for k in (0, 2)
-        )
-    )

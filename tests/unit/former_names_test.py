@@ -4,13 +4,15 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
-import allennlp.data  # noqa: F401
+import numpy as np
 import pytest
 import spacy
 import torch
 import transformers
+from allennlp.data import DatasetReader, Instance
+from allennlp.data.fields import MetadataField
 from transformers import BertConfig, BertForMaskedLM, BertModel, BertPreTrainedModel
 
 from tests.support.command import REPOSITORY
@@ -31,6 +33,13 @@ MOVED = [
     ),
     ("allennlp.data.dataset", "Batch", "allennlp.data", "Batch"),
     ("allennlp.data.dataloader", "DataLoader", "allennlp.data", "DataLoader"),
+    *(
+        ("allennlp.data.tokenizers.word_splitter", former, "allennlp.data.tokenizers", name)
+        for former, name in (
+            ("JustSpacesWordSplitter", "WhitespaceTokenizer"),
+            ("LettersDigitsWordSplitter", "LettersDigitsTokenizer"),
+        )
+    ),
     ("allennlp.data.samplers", "RandomSampler", "torch.utils.data", "RandomSampler"),
     ("numpy", "int", "builtins", "int"),
     ("numpy", "float_", "numpy", "float64"),
@@ -97,7 +106,7 @@ def test_former_classes_of_models() -> None:
         "from allennlp.data.dataset_readers.dataset_reader import AllennlpDataset",
         "from allennlp.data.samplers import Sampler",
         "from allennlp.data.iterators import BucketIterator",
-        "from transformers.modeling_utils import find_pruneable_heads_and_indices",
+        "from allennlp.data.tokenizers.word_splitter import SimpleWordSplitter",
     ],
 )
 def test_what_is_gone_is_named_with_what_to_write(
@@ -151,6 +160,53 @@ def test_a_subclass_has_what_pretrained_models_had(tmp_path: Path, is_decoder: b
 def test_labels_have_a_former_name(name: str) -> None:
     model, ids = BertForMaskedLM(small_bert()).eval(), torch.tensor([[1, 2, 3]])
     assert torch.equal(model(ids, **{name: ids}).loss, model(ids, labels=ids).loss)
+
+
+def test_words_are_split_as_in_allennlp_0() -> None:
+    tokenizers = importlib.import_module("allennlp.data.tokenizers")
+    splitters = importlib.import_module("allennlp.data.tokenizers.word_splitter")
+    tokenizer = tokenizers.WordTokenizer(
+        word_splitter=splitters.JustSpacesWordSplitter(), start_tokens=["<s>"], end_tokens=["</s>"]
+    )
+    assert isinstance(tokenizer, tokenizers.Tokenizer)
+    assert [token.text for token in tokenizer.tokenize("a cat.")] == ["<s>", "a", "cat.", "</s>"]
+
+
+class Lines(DatasetReader):
+    """A reader of AllenNLP 1."""
+
+    def __init__(self, lazy: bool, by_position: bool) -> None:
+        super().__init__(lazy) if by_position else super().__init__(lazy=lazy)
+
+    def _read(self, file_path: str) -> Iterator[Instance]:
+        yield from (Instance({"number": MetadataField(number)}) for number in range(3))
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_reader_may_be_lazy(
+    by_position: bool, lazy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = Lines(lazy, by_position)
+    assert len(list(reader.read("-"))) == 3 and reader.max_instances is None
+    assert reader.lazy == lazy  # type: ignore[attr-defined]
+    assert ("max_instances_in_memory" in caplog.text) == lazy
+
+
+def test_heads_are_pruned_as_in_transformers_4() -> None:
+    find = importlib.import_module("transformers.modeling_utils").find_pruneable_heads_and_indices
+    assert find is importlib.import_module("transformers.pytorch_utils").__getattr__(
+        "find_pruneable_heads_and_indices"
+    )
+    heads, rows = find([1, 2], 4, 2, set())
+    assert heads == {1, 2} and rows.tolist() == [0, 1, 6, 7]
+    # Of the two heads that are left, 0 and 3.
+    heads, rows = find([2, 3], 2, 2, {1, 2})
+    assert heads == {3} and rows.tolist() == [0, 1]
+
+
+def test_in1d_is_that_of_numpy_1() -> None:
+    assert np.in1d([[1, 2], [3, 4]], [2, 3], invert=True).tolist() == [True, False, False, True]
 
 
 def test_a_model_of_spacy_is_loaded_by_its_shortcut(tmp_path: Path) -> None:

@@ -67,19 +67,11 @@ def test_a_tokenizer_of_bert_has_wordpieces() -> None:
 
 
 def test_the_cache_of_bart_goes_through_a_beam_search() -> None:
-    class Bart:
-        _decoder_cache_to_dict: Any
-        _dict_to_decoder_cache: Any
-
-    module: Any = SimpleNamespace(Bart=Bart)
-    with shims.former_cache_of_bart(module):
-        pass
     sizes = {f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "ffn_dim")}
     config = transformers.BartConfig(
         vocab_size=20, d_model=8, encoder_attention_heads=2, decoder_attention_heads=2, **sizes
     )
-    bart: Any = Bart()
-    bart.bart = model = transformers.BartForConditionalGeneration(config).eval()
+    model: Any = transformers.BartForConditionalGeneration(config).eval()
     inputs, decoded = torch.tensor([[3, 4, 5]]), torch.tensor([[6, 7, 8]])
     encoded = model.model.encoder(inputs)
     cache = None
@@ -90,8 +82,8 @@ def test_the_cache_of_bart_goes_through_a_beam_search() -> None:
             past_key_values=cache,
             use_cache=True,
         )
-        tensors = Bart._decoder_cache_to_dict(outputs.past_key_values)
-        assert len(tensors) == 8
-        cache = bart._dict_to_decoder_cache({key: t.clone() for key, t in tensors.items()})
+        layers = list(outputs.past_key_values)
+        assert [len(layer) for layer in layers] == [4, 4]
+        cache = tuple(tuple(tensor.clone() for tensor in layer) for layer in layers)
     at_once = model(encoder_outputs=encoded, decoder_input_ids=decoded, use_cache=False)
     torch.testing.assert_close(outputs.logits[:, -1], at_once.logits[:, -1])
