@@ -4,12 +4,14 @@ the key, which AllenNLP's messages leave out or give in part.
 """
 
 import inspect
+import os
 import re
 import traceback
 from itertools import chain
 from types import FrameType
 from typing import Any, Dict, List, Optional
 
+import torch
 from allennlp.common import Lazy, Params, cached_transformers, from_params
 from allennlp.common.checks import ConfigurationError
 
@@ -25,6 +27,10 @@ _MISSING = re.compile(r"\w+\(\) missing \d+ required .*arguments?: (.*)")
 _REQUIRED = re.compile(r'key "(.+?)" is required')
 _EXTRA = re.compile(r"Extra parameters passed to (\w+): ")
 _WRONG_TYPE = re.compile(r"Expected (\S+) to be (a \w+|numeric)")
+_NO_GPU = re.compile(
+    "Found no NVIDIA driver|No CUDA GPUs are available|Torch not compiled with CUDA enabled"
+    "|invalid device ordinal"
+)
 _IS_NO_OBJECT = "object that was not a `Params`"
 _UNKNOWN_NAME = re.compile(r"(.+) not in acceptable choices for ")
 
@@ -55,11 +61,29 @@ def describe(error: BaseException, section: str = "") -> List[str]:
                 f"{prefix}{as_json(name)} is neither a directory nor a model that the hub's cache "
                 "has or that can be downloaded"
             ]
+    missing_gpu = describe_missing_gpu(error)
+    if missing_gpu is not None:
+        return [f"{prefix}{missing_gpu}"]
     lines = explain(error, section)
     if lines is None and isinstance(error, ConfigurationError) and error.__cause__ is not None:
         # Some callers say which section it was.
         lines = explain(error.__cause__, section)
     return lines or [f"{prefix}{shortened(error)}"]
+
+
+def describe_missing_gpu(error: BaseException) -> Optional[str]:
+    """Describes where code asks for a GPU that doesn't exist. `None` for any other error."""
+    if not isinstance(error, (AssertionError, RuntimeError)) or not _NO_GPU.search(str(error)):
+        return None
+    calls = traceback.extract_tb(error.__traceback__)
+    torch_folder = os.path.dirname(torch.__file__)
+    call = next((c for c in reversed(calls) if not c.filename.startswith(torch_folder)), None)
+    if call is None:
+        return None
+    return (
+        f"{call.filename}, line {call.lineno}, asks for a GPU that PyTorch doesn't find "
+        f"({call.line}): write the device of a parameter or an input, such as tensor.device"
+    )
 
 
 def _loads_transformer(frame: FrameType) -> bool:

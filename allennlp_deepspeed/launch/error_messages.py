@@ -99,7 +99,7 @@ def config_error_message(error: BaseException) -> Optional[str]:
     """
     Returns an error's message about the config, without its traceback: the message of a
     `ConfigurationError`, the first lines of an error while AllenNLP constructs an object, or a
-    wrong path of data. `None` for any other error.
+    wrong path of data, or code that asks for a GPU that doesn't exist. `None` for any other error.
     """
     if isinstance(error, ConfigurationError):
         message = "\n".join(construction_errors.explain(error) or [error.message])
@@ -111,7 +111,7 @@ def config_error_message(error: BaseException) -> Optional[str]:
     elif construction_errors.is_raised_in_construction(error) and not is_raised_in_reading(error):
         message = "\n".join(construction_errors.describe(error))
     else:
-        return None
+        return construction_errors.describe_missing_gpu(error)
     return message
 
 
@@ -147,7 +147,8 @@ def is_raised_in_reading(error: BaseException) -> bool:
 
 def explanation(error: BaseException) -> str:
     """Returns the message with which the command would end after this error."""
-    return getattr(error, _ATTRIBUTE, None) or construction_errors.shortened(error)
+    message = getattr(error, _ATTRIBUTE, None) or construction_errors.describe_missing_gpu(error)
+    return message or construction_errors.shortened(error)
 
 
 def show_instead_of_traceback(error: BaseException, message: str) -> None:

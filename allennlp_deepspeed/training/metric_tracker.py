@@ -1,8 +1,10 @@
 import json
-from typing import Any, Dict, Iterable, List, Optional, Union
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
 
+import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metric_tracker import MetricTracker
+from allennlp.training.metrics import Metric
 from typing_extensions import override
 
 from allennlp_deepspeed.config.key_validation import nearest
@@ -81,6 +83,27 @@ class AgreedMetricTracker(MetricTracker):
         if state_dict.get("tracked_metrics", own) != own and self._best_so_far is not None:
             self._best_so_far = self.combined_score(self.best_epoch_metrics)
             self._epochs_with_no_improvement = 0
+
+
+def has_unnamed_metric(model: torch.nn.Module) -> bool:
+    """Returns whether one of the model's metrics has no names or no value before an update."""
+    for module in model.modules():
+        for metric in _metrics(list(vars(module).values())):
+            try:
+                value = metric.get_metric(reset=False)
+            except Exception:  # It is asked too early.
+                return True
+            if value is None or value == {}:
+                return True
+    return False
+
+
+def _metrics(values: Iterable[Any]) -> Iterator[Metric]:
+    for value in values:
+        if isinstance(value, Metric):
+            yield value
+        elif isinstance(value, (dict, list, tuple)):
+            yield from _metrics(value.values() if isinstance(value, dict) else value)
 
 
 def _nearest(name: str, known: List[str]) -> Optional[str]:

@@ -99,7 +99,11 @@ from allennlp_deepspeed.training.gradient_step import GradientStep, clip_values
 from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
-from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker, UnknownMetricError
+from allennlp_deepspeed.training.metric_tracker import (
+    AgreedMetricTracker,
+    UnknownMetricError,
+    has_unnamed_metric,
+)
 from allennlp_deepspeed.training.nan_loss import describe_nan_loss, describe_nan_validation
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.reduction_schedule import ReductionSchedule
@@ -500,10 +504,11 @@ class DeepSpeedTrainer(GradientDescentTrainer):
             raise ConfigurationError(problem)
         if problem is not None:
             self._resume_state.saves_during_validation = True
-            # A model without metrics before its first batch doesn't tell which it will have. With a
+            # A model doesn't tell before its first batch which names its metrics will have. With a
             # wrong name, training ends after the first validation.
+            is_known = bool(of_model) and not has_unnamed_metric(self._pytorch_model)
             logger.log(
-                logging.WARNING if of_model else logging.INFO,
+                logging.WARNING if is_known else logging.INFO,
                 "%s The model must add it by the end of the first validation.",
                 problem,
             )

@@ -117,6 +117,19 @@ def test_a_config_that_cannot_work_is_refused_before_data_is_read(
     assert message in refusal(config, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "in_forward, workers", [(False, ONE_PROCESS), (True, ONE_PROCESS), (True, TWO_WORKERS)]
+)
+def test_a_gpu_that_does_not_exist_is_one_line(in_forward: bool, workers: Any, tmp_path: Path):
+    model = {"model.type": "tagger_on_a_gpu", "model.in_forward": in_forward}
+    run = train(deepspeed(load_config("tagger", workers, model), 2), tmp_path)
+    assert run.returncode == 1 and "Traceback" not in run.output, run.output[-6000:]
+    line = next(line for line in run.output.splitlines() if "cuda:99" in line)
+    assert ("'model': " in line) != in_forward
+    assert "failures.py, line " in line
+    assert line.endswith("write the device of a parameter or an input, such as tensor.device")
+
+
 def test_sparse_gradients_are_refused(tmp_path: Path):
     sparse = {
         "model.text_field_embedder.token_embedders.tokens.sparse": True,

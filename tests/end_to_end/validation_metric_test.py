@@ -76,7 +76,7 @@ def test_a_model_without_metrics_is_refused_before_the_first_step(
     assert "Saved checkpoint" not in run.output
 
 
-@pytest.mark.parametrize("appears", ["after_reset", "fails_first", "empty_first"])
+@pytest.mark.parametrize("appears", ["after_reset", "named_at_reset", "fails_first", "empty_first"])
 def test_a_metric_may_be_there_after_the_first_validation_only(tmp_path: Path, appears: str):
     model: Config = {
         "model.type": "tagger_with_metrics",
@@ -84,7 +84,7 @@ def test_a_metric_may_be_there_after_the_first_validation_only(tmp_path: Path, a
         "trainer.validation_metric": "+late_accuracy",
     }
     run = train(tagger(2, TWO_WORKERS, model), tmp_path).check()
-    # A warning, if the model has others then.
+    # A warning, if the model has others then, and each of its metrics has a value.
     assert ("validation_metric" in run.output) == (appears == "after_reset")
     metrics = Result(tmp_path / "out").final_metrics()
     assert metrics["best_validation_late_accuracy"] == metrics["best_validation_accuracy"]
