@@ -9,6 +9,13 @@ REMOVED = object()
 _EMBEDDERS = "model.text_field_embedder.token_embedders"
 # The smallest stand-in of a hub's model.
 _BERT = "epwalsh/bert-xsmall-dummy"
+# A project's BART is a copy of that of allennlp-models, whose own must not be registered beside it.
+_WITHOUT_MODELS = 'import sys\nsys.modules["allennlp_models"] = None'
+# What wandb 0.19 has dropped, and wandb-allennlp calls.
+_WANDB = (
+    "import os, wandb\n"
+    'wandb.sdk.wandb_settings._get_wandb_dir = lambda root: os.path.join(root, "wandb")'
+)
 # AllenNLP 2.0 has renamed it.
 _CHECKPOINTS = {
     "trainer.checkpointer.num_serialized_models_to_keep": REMOVED,
@@ -172,6 +179,93 @@ _SRL = (
         for first, verb in (("Ann", "left"), ("Bob", "ran"), ("Cem", "saw"), ("Dan", "sat"))
     )
     + "#end document\n"
+)
+
+_SUMMARIES = "".join(
+    json.dumps({"text": f"The {a} saw a {b} . It ran .", "title": f"{a} sees {b}"}) + "\n"
+    for a in ("cat", "dog", "fox")
+    for b in ("bird", "fish")
+)
+_PARSED = "# newdoc id = GUM_news_1\n" + "".join(
+    f"1\t{first}\t_\tPROPN\tNNP\t_\t2\tnsubj\t_\tBeginSeg=Yes\n"
+    f"2\t{verb}\t_\tVERB\tVBD\t_\t0\troot\t_\t_\n"
+    "3\twhen\t_\tSCONJ\tWRB\t_\t4\tmark\t_\tBeginSeg=Yes\n"
+    "4\tasked\t_\tVERB\tVBN\t_\t2\tadvcl\t_\t_\n\n"
+    for first, verb in (("Ann", "left"), ("Bob", "ran"), ("Cem", "saw"), ("Dan", "sat"))
+)
+_UD_READER = {
+    "type": "embur_conllu",
+    "huggingface_tokenizer_path": _BERT,
+    "token_indexers": {
+        "tokens": {"type": "pretrained_transformer_mismatched", "model_name": _BERT}
+    },
+}
+_FRAMES = "".join(
+    json.dumps(
+        {
+            "tokens": [first, verb, "a", "cup", "."],
+            "annotations": [
+                {
+                    "span": [1, 1],
+                    "label": frame,
+                    "children": [
+                        {"span": [0, 0], "label": "Agent"},
+                        {"span": [2, 3], "label": "Theme"},
+                    ],
+                }
+            ],
+            "meta": {"fully_annotated": True, "type": "full text"},
+        }
+    )
+    + "\n"
+    for first, verb, frame in (
+        ("Ann", "took", "Taking"),
+        ("Bob", "sold", "Selling"),
+        ("Cem", "took", "Taking"),
+        ("Dan", "sold", "Selling"),
+    )
+)
+_PROGRAMS = "".join(
+    json.dumps({"qid": f"q{n}", "source": f"What is {n}", "target": f"find {n}"}) + "\n"
+    for n in ("two", "three", "four", "five")
+)
+_ARFF = (
+    "@relation tiny\n@attribute a numeric\n@attribute b numeric\n@attribute c numeric\n"
+    "@attribute x {0,1}\n@attribute y {0,1}\n@attribute z {0,1}\n@data\n"
+    + "0.1,0.5,0.9,1,1,0\n0.9,0.2,0.1,1,0,1\n0.4,0.4,0.8,1,1,0\n0.7,0.1,0.3,1,0,1\n"
+    * 2
+)
+_OPINIONS = "".join(
+    json.dumps(
+        {
+            "doc_key": noun,
+            "sentences": [["The", noun, "is", adjective, "."]],
+            "ner": [[[1, 1, "TARGET"], [3, 3, "OPINION"]]],
+            "relations": [[[1, 1, 3, 3, label]]],
+        }
+    )
+    + "\n"
+    for noun, adjective, label in (
+        ("food", "good", "POS"),
+        ("staff", "rude", "NEG"),
+        ("soup", "fine", "POS"),
+        ("tea", "cold", "NEG"),
+    )
+)
+_RELATIONS = "".join(
+    json.dumps({"id": a, "tokens": [a, verb, b, "."], "entities": [[0, 1], [2, 3]], "label": label})
+    + "\n"
+    for a, verb, b, label in (
+        ("fire", "causes", "smoke", "Cause-Effect"),
+        ("wheel", "of", "car", "Component-Whole"),
+        ("rain", "causes", "mud", "Cause-Effect"),
+        ("roof", "of", "house", "Component-Whole"),
+    )
+)
+_GAMES = "".join(
+    json.dumps({"subject": subject, "question": f"Is it {adjective}?", "majority": answer}) + "\n"
+    for subject in ("snow", "coal")
+    for adjective, answer in (("cold", True), ("black", False), ("old", True))
 )
 
 PROJECTS = [
@@ -405,12 +499,7 @@ PROJECTS = [
             "model.beam_size": 2,
             "trainer.run_confidence_checks": False,
         },
-        # Its BART is a copy of that of allennlp-models, whose own must not be registered beside it.
-        lines="import sys\n"
-        'sys.modules["allennlp_models"] = None\n'
-        "from allennlp_deepspeed_import_hook.shims import former_cache_of_bart\n"
-        "import allennlp_lib.models.bart as bart\n"
-        "with former_cache_of_bart(bart): pass",
+        lines=_WITHOUT_MODELS,
         files={"data/questions.jsonl": _QUESTIONS},
     ),
     Project(
@@ -546,9 +635,7 @@ params + {
         folder="tests",
         fixtures={"model.d": 1},
         changes={"evaluate_on_test": REMOVED},
-        lines="import os, sys, wandb\n"
-        'sys.path.insert(0, "../src")\n'
-        'wandb.sdk.wandb_settings._get_wandb_dir = lambda root: os.path.join(root, "wandb")',
+        lines=f'import sys\nsys.path.insert(0, "../src")\n{_WANDB}',
         variables={
             "DATA_PATH": "data",
             "WANDB_MODE": "offline",
@@ -558,6 +645,202 @@ params + {
             "call_finish_on_end": "true",
         },
         note="`pip install shortuuid`; wandb 0.19 has dropped `_get_wandb_dir`",
+    ),
+    Project(
+        "IlyaGusev/summarus",
+        "525040ee80f7e8d9763af47776f0b25e5434836b",
+        "training_configs/cnndm_pgn.jsonnet",
+        ["summarus.models"],
+        # The config's own passes an argument that its base class doesn't have any more.
+        fixtures={"dataset_reader.type": "ria"},
+        changes={
+            **_LOADER,
+            "dataset_reader.tokenizer": "whitespace",
+            "trainer.shuffle": REMOVED,
+        },
+        variables={"TRAIN_DATA_PATH": "data/news.jsonl", "VAL_DATA_PATH": "data/news.jsonl"},
+        files={"data/news.jsonl": _SUMMARIES},
+        note="`pip install razdel beautifulsoup4`",
+    ),
+    Project(
+        "gucorpling/DisCoDisCo",
+        "66b8c4e86543f0a14913f4b57f454be80e3bfba5",
+        "configs/seg/baseline/bert_baseline.jsonnet",
+        ["gucorpling_models"],
+        fixtures={
+            "data_loader.batch_size": 2,
+            "model.embedder.token_embedders.fasttext.pretrained_file": REMOVED,
+        },
+        # Its other models need flair 0.7 and xgboost.
+        lines="import sys\nfrom unittest import mock\n"
+        'flair = [f"flair.{name}" for name in ("data", "datasets", "embeddings", "models")]\n'
+        'sys.modules.update((name, mock.MagicMock()) for name in ["flair", "xgboost", *flair])',
+        variables={
+            "EMBEDDING_MODEL_NAME": _BERT,
+            "EMBEDDING_DIMS": "20",
+            "USE_CRF": "1",
+            "FASTTEXT_EMBEDDING_FILE": "",
+            "TRAIN_DATA_PATH": "data/eng.rst.gum.conllu",
+            "VALIDATION_DATA_PATH": "data/eng.rst.gum.conllu",
+        },
+        files={"data/eng.rst.gum.conllu": _PARSED},
+    ),
+    Project(
+        "studio-ousia/luke",
+        "251654548a15b9a8ddc708a53b715bdf3a112102",
+        "examples/ner/configs/transformers.jsonnet",
+        ["examples.ner", "examples.utils.learning_rate_schedulers"],
+        variables={
+            "TRANSFORMERS_MODEL_NAME": _BERT,
+            "TRAIN_DATA_PATH": "data/ner.txt",
+            "VALIDATION_DATA_PATH": "data/ner.txt",
+        },
+        files={"data/ner.txt": _CONLL},
+        note="`pip install seqeval`",
+    ),
+    Project(
+        "lgessler/microbert",
+        "d9c1e9fa9fc13071992a054e67b567a53995681b",
+        "configs/bert_pretrain.jsonnet",
+        ["embur.schedulers", "allennlp_models"],
+        fixtures={"data_loader.instances_per_epoch": 16, "data_loader.scheduler.batch_size": 2},
+        changes={"model.backbone.position_embedding_type": "absolute"},
+        variables={
+            "NUM_LAYERS": "2",
+            "EMBEDDING_DIM": "20",
+            "NUM_ATTENTION_HEADS": "2",
+            "TOKENIZER_PATH": _BERT,
+            "readers": json.dumps(dict.fromkeys(("xpos", "mlm", "parser"), _UD_READER)),
+            **dict.fromkeys(
+                ("train_data_paths", "dev_data_paths"),
+                json.dumps(dict.fromkeys(("xpos", "mlm", "parser"), "data/ud.conllu")),
+            ),
+            **dict.fromkeys(("XPOS", "MLM", "PARSER"), "true"),
+        },
+        files={"data/ud.conllu": _PARSED},
+    ),
+    Project(
+        "hiaoxui/span-finder",
+        "ad9ed403c69a985254691ad6b13b5dbc7121fcf9",
+        "config/fn.jsonnet",
+        ["sftp"],
+        fixtures={"data_loader.batch_sampler.max_tokens": 16},
+        lines="from allennlp.modules import ConditionalRandomField as Crf\n"
+        "computed = Crf._input_likelihood\n"
+        "Crf._input_likelihood = lambda self, logits, *rest: computed("
+        "self, logits, *[self.transitions][len(rest) - 1 :], *rest)",
+        variables={"DATA_PATH": "data", "ONTOLOGY_PATH": "", "ENCODER": _BERT, "CUDA": "[-1]"},
+        files={f"data/{name}.jsonl": _FRAMES for name in ("train", "dev", "test")},
+        note="`pip install concrete pycountry`",
+    ),
+    Project(
+        "benbogin/unobserved-local-structures",
+        "ae0d746eef1375bf9301f147da88c74676df0be2",
+        "configs/base.jsonnet",
+        ["src"],
+        folder="experiments",
+        fixtures={
+            **_paths("data/all.jsonl", "@data/all.jsonl"),
+            **dict.fromkeys(
+                (
+                    "dataset_reader.source_tokenizer.model_name",
+                    "dataset_reader.source_token_indexers.tokens.model_name",
+                    "model.model_name",
+                ),
+                "t5-small",
+            ),
+            "data_loader.batch_sampler.batch_size": 8,
+            "model.max_decoding_steps": 5,
+        },
+        lines=_WITHOUT_MODELS,
+        files={"data/all.jsonl": _PROGRAMS},
+    ),
+    Project(
+        "iesl/box-mlc-iclr-2022",
+        "15439b7e46885458d0c45d530c17f1deac0398f8",
+        "best_models_configs/reported-cellcycle_fun_mbm-test/config.json",
+        ["box_mlc"],
+        fixtures={
+            **_paths("data/train.arff"),
+            "test_data_path": "data/train.arff",
+            "dataset_reader.num_labels": 3,
+            "validation_dataset_reader.num_labels": 3,
+            "model.feedforward.input_dim": 3,
+            "model.feedforward.hidden_dims": [16, 16, 16],
+            "model.label_embeddings.embedding_dim": 16,
+            "model.constraint_violation.hierarchy_reader.filepath": "data/tree.edgelist",
+        },
+        changes={"type": "deepspeed", "evaluate_on_test": REMOVED},
+        lines=_WANDB,
+        variables={"WANDB_MODE": "offline"},
+        files={"data/train.arff": _ARFF, "data/tree.edgelist": "y x {}\nz x {}\n"},
+        note="`pip install box-embeddings scikit-multilearn liac-arff wcmatch "
+        "wandb-allennlp==0.3.1`",
+    ),
+    Project(
+        "chiayewken/Span-ASTE",
+        "b252f8b1e4026de26838f00de6257a0849951e67",
+        "training_config/config.jsonnet",
+        ["span_model"],
+        fixtures={
+            **_paths("data/train.json"),
+            "test_data_path": "data/train.json",
+            "dataset_reader.token_indexers.bert.model_name": _BERT,
+            "model.embedder.token_embedders.bert.model_name": _BERT,
+        },
+        changes={**_CHECKPOINTS, "data_loader": {"batch_size": 1, "shuffle": True}},
+        files={"data/train.json": _OPINIONS},
+    ),
+    Project(
+        "eladsegal/strategyqa",
+        "1ba1e97452e189569357876f2854b01357ffbe37",
+        "configs/for_STAR/1_twentyquestions.jsonnet",
+        ["src"],
+        fixtures={
+            **_paths("data/games.jsonl"),
+            **dict.fromkeys(
+                (
+                    "model.pretrained_model",
+                    "model.tokenizer_wrapper.pretrained_model",
+                    "dataset_reader.tokenizer_wrapper.pretrained_model",
+                    "validation_dataset_reader.tokenizer_wrapper.pretrained_model",
+                ),
+                _BERT,
+            ),
+            "data_loader.batch_sampler.batch_size": 1,
+            "model.transformer_weights_path": REMOVED,
+        },
+        changes=_CHECKPOINTS,
+        lines='import nltk\nnltk.data.path.append("nltk_data")',
+        variables={"DROP_WEIGHTS": ""},
+        files={"data/games.jsonl": _GAMES, "nltk_data/corpora/stopwords/english": "the\n"},
+    ),
+    Project(
+        "DFKI-NLP/RelEx",
+        "0826c02f793b78bf8b7b7001c2e3fdfdb25c1ad2",
+        "configs/relation_classification/baseline_attention.jsonnet",
+        ["relex"],
+        fixtures={
+            **_paths("data/train.jsonl"),
+            "model.text_field_embedder.tokens.pretrained_file": REMOVED,
+            "model.classifier_feedforward.hidden_dims": [2],
+        },
+        changes={
+            **_LOADER,
+            "trainer.num_serialized_models_to_keep": REMOVED,
+            "dataset_reader.token_indexers.ner_tokens": {
+                "type": "single_id",
+                "feature_name": "ent_type_",
+                "default_value": "NONE",
+            },
+            "model.text_field_embedder": {
+                "token_embedders": {
+                    "tokens": {"type": "embedding", "embedding_dim": 300, "trainable": False},
+                    "ner_tokens": {"type": "embedding", "embedding_dim": 16},
+                }
+            },
+        },
+        files={"data/train.jsonl": _RELATIONS},
     ),
     Project(
         "allenai/sequential_sentence_classification",
