@@ -86,7 +86,9 @@ class DryRun:
                 "Nothing was constructed, because 'type' (top level) is a train loop of your own."
             )
         with tempfile.TemporaryDirectory() as directory, _quiet():
-            vocabulary = self._make_vocabulary(self._make_loaders(self._make_readers()), directory)
+            vocabulary = self._make_vocabulary(
+                self._make_loaders(self._make_readers(directory)), directory
+            )
             if vocabulary is not None:
                 self.model = self._construct_model(vocabulary, directory)
             self._construct_parts(self.model, directory)
@@ -95,12 +97,14 @@ class DryRun:
         text += "".join(f"\nNot constructed: {reason}." for reason in self._skipped)
         return text + "".join(f"\nWarning: {warning}." for warning in dict.fromkeys(self._warnings))
 
-    def _make_readers(self) -> Dict[str, DatasetReader]:
+    def _make_readers(self, directory: str) -> Dict[str, DatasetReader]:
         readers = {}
         for name in ("dataset_reader", "validation_dataset_reader"):
             if self._config.get(name) is not None:
                 with self._collect(name):
-                    reader = DatasetReader.from_params(self._section(name))
+                    reader = DatasetReader.from_params(
+                        self._section(name), serialization_dir=directory
+                    )
                     _limit(reader)
                     readers[name] = reader
                     self._constructed.append(name)

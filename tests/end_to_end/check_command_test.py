@@ -20,11 +20,20 @@ from typing import List, Optional
 
 from allennlp.commands.train import TrainModel
 from allennlp.common import FromParams
+from allennlp.data import DatasetReader
 from allennlp.models import BasicClassifier, Model
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.trainer import Trainer
 
 from allennlp_deepspeed import DeepSpeedTrainer, DeepSpeedTrainModel
+from tests.fixtures.polarity import PolarityReader
+
+
+@DatasetReader.register("polarity_with_notes")
+class ReaderWithNotes(PolarityReader):
+    def __init__(self, serialization_dir: str, **kwargs) -> None:
+        super().__init__(**kwargs)
+        (Path(serialization_dir) / "notes").touch()
 
 
 @TrainerCallback.register("notes")
@@ -106,6 +115,11 @@ def assert_refused(run: Run, lines: List[str]) -> None:
     said = run.output.splitlines()[-len(lines) :]
     for line in lines:
         assert any(each.startswith(line) for each in said), (line, run.output)
+
+
+def test_a_reader_is_told_the_directory(tmp_path: Path) -> None:
+    config = classifier(ONE_PROCESS, {"dataset_reader.type": "polarity_with_notes"})
+    check(tmp_path, config, packages=[*NAMES, "of_a_user"]).check()
 
 
 def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path) -> None:
