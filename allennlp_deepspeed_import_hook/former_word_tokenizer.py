@@ -15,6 +15,7 @@ from allennlp.data.tokenizers import (
     Tokenizer,
     WhitespaceTokenizer,
 )
+from typing_extensions import override
 
 WordSplitter = Tokenizer
 JustSpacesWordSplitter = WhitespaceTokenizer
@@ -43,6 +44,7 @@ class WordTokenizer(Tokenizer):
         self._start_tokens = [Token(text, 0) for text in start_tokens or []]
         self._end_tokens = [Token(text, -1) for text in end_tokens or []]
 
+    @override
     def tokenize(self, text: str) -> List[Token]:
         return [*self._start_tokens, *self._word_splitter.tokenize(text), *self._end_tokens]
 

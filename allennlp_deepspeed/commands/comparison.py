@@ -240,9 +240,8 @@ class Comparison:
         if agent.START_METHOD == "forkserver":
             fork_server.ensure_running()
         with fork_server.forking_workers():
-            process = multiprocessing.get_context(agent.START_METHOD).Process(
-                target=_train_in_process, args=arguments
-            )
+            context: Any = multiprocessing.get_context(agent.START_METHOD)
+            process = context.Process(target=_train_in_process, args=arguments)
             process.start()
         try:
             process.join()
