@@ -33,8 +33,8 @@ _OBSOLETE: Mapping[str, Set[str]] = {
 
 # Settings of configs with which a transformer has fixed positions, in `position_embeddings`.
 _FIXED_POSITIONS = ("sinusoidal_pos_embds", "sinusoidal_embeddings")
-# Types of transformers that attended to the past alone if their config had "is_decoder".
-_BIDIRECTIONAL = {
+# Types of transformers whose attention had another mask if their config had "is_decoder".
+_ENCODERS_ALONE = {
     *("canine", "convbert", "longformer", "mobilebert"),
     *("mpnet", "nystromformer", "splinter", "squeezebert"),
 }
@@ -176,8 +176,8 @@ def _refuse_ignored_settings(model: Any) -> None:
     has_relative = any(hasattr(module, "distance_embedding") for module in model.modules())
     if str(positions).startswith("relative_key") and not has_relative:
         setting, instead = f"'position_embedding_type': {positions!r}", "'absolute' positions"
-    elif getattr(config, "is_decoder", False) and config.model_type in _BIDIRECTIONAL:
-        setting, instead = "'is_decoder': True", "attention in both directions"
+    elif getattr(config, "is_decoder", False) and config.model_type in _ENCODERS_ALONE:
+        setting, instead = "'is_decoder': True", "'is_decoder': False"
     else:
         return
     from allennlp.common.checks import ConfigurationError

@@ -210,7 +210,7 @@ SMALL = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
         (BertConfig(**SMALL, position_embedding_type="relative_key"), "position_embedding_type"),
         (MPNetConfig(**SMALL, is_decoder=True), "is_decoder"),
     ],
-    ids=["relative positions", "attention to the past alone"],
+    ids=["relative positions", "decoder"],
 )
 def test_a_setting_that_transformers_ignores_is_refused(config: Any, key: str) -> None:
     with pytest.raises(ConfigurationError, match=key):

@@ -110,7 +110,8 @@ def rows_of(data: Dict[str, Any]) -> List[rows.Row]:
 
 
 def write(output: Path, heading: Dict[str, Any], results: List[rows.Row], minutes: float) -> int:
-    """Returns the exit code."""
+    """Returns the exit code. A row that two invocations have made is written once."""
+    results = list({(each.kind, each.name): each for each in results}.values())
     raw = {**heading, "minutes": minutes, "rows": [each._asdict() for each in results]}
     report.write(output, "original", raw, markdown(heading, results, minutes))
     return 0 if all(map(is_explained, results)) else 1
