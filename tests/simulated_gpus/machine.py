@@ -79,7 +79,7 @@ class Machine:
         environment = {**self.environment(log, **kwargs), **(variables or {})}
         return self._run(partial(Command, include_packages=()), arguments, time_limit, environment)
 
-    def python(self, *arguments: Any, log: Path, time_limit: float = TIME_LIMIT) -> Run:
+    def python(self, *arguments: Any, log: Path, time_limit: float = 3 * TIME_LIMIT) -> Run:
         """Runs `python` with arguments in such a process."""
         return self._run(PythonCommand, arguments, time_limit, self.environment(log))
 
