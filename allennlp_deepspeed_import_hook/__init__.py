@@ -40,6 +40,7 @@ SHIMS = {
     f"{_EMBEDDERS}.pretrained_transformer_embedder": "late_settings_of_transformers",
     "allennlp.modules.transformer.transformer_module": "weights_of_today",
     "allennlp.training.gradient_descent_trainer": "former_checkpoints",
+    "allennlp.training.metrics.metric": "former_method_of_metrics",
     "allennlp.training.optimizers": "former_adamw",
     "allennlp_models.rc.tools.narrativeqa": "former_imports_of_narrativeqa",
     f"{_READERS}.penn_tree_bank": "files_outside_of_nltk",

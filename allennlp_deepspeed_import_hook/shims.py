@@ -354,6 +354,21 @@ def former_argument_of_readers(module: ModuleType) -> Iterator[None]:
 
 
 @contextmanager
+def former_method_of_metrics(module: ModuleType) -> Iterator[None]:
+    """
+    Gives metrics of AllenNLP 0.9 the method that `detach_tensors` has replaced, which also moved
+    the tensors to the CPU.
+    """
+    yield
+    metric: Any = module.Metric  # type: ignore[attr-defined]
+    metric.unwrap_to_tensors = staticmethod(
+        lambda *tensors: (
+            x.cpu() if hasattr(x, "cpu") else x for x in metric.detach_tensors(*tensors)
+        )
+    )
+
+
+@contextmanager
 def weights_of_today(module: ModuleType) -> Iterator[None]:
     """
     Makes the modules of `allennlp.modules.transformer`, which look for `pytorch_model.bin` only,

@@ -19,6 +19,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.common.tqdm import Tqdm
 from allennlp.data import DataLoader, DatasetReader, Vocabulary
 from allennlp.models import Model
+from allennlp.models.archival import CONFIG_NAME
 from allennlp.nn import InitializerApplicator
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.checkpointer import Checkpointer
@@ -86,6 +87,8 @@ class DryRun:
                 "Nothing was constructed, because 'type' (top level) is a train loop of your own."
             )
         with tempfile.TemporaryDirectory() as directory, _quiet():
+            # Parts of the user's read it, such as wandb-allennlp's callback.
+            self._params.to_file(os.path.join(directory, CONFIG_NAME))
             vocabulary = self._make_vocabulary(
                 self._make_loaders(self._make_readers(directory)), directory
             )

@@ -33,7 +33,7 @@ from tests.fixtures.polarity import PolarityReader
 class ReaderWithNotes(PolarityReader):
     def __init__(self, serialization_dir: str, **kwargs) -> None:
         super().__init__(**kwargs)
-        (Path(serialization_dir) / "notes").touch()
+        assert "reader" in (Path(serialization_dir) / "config.json").read_text()
 
 
 @TrainerCallback.register("notes")

@@ -13,6 +13,7 @@ import torch
 import transformers
 from allennlp.data import DatasetReader, Instance
 from allennlp.data.fields import MetadataField
+from allennlp.training.metrics import Average
 from transformers import BertConfig, BertForMaskedLM, BertModel, BertPreTrainedModel
 
 from tests.support.command import REPOSITORY
@@ -191,6 +192,11 @@ def test_a_reader_may_be_lazy(
     assert len(list(reader.read("-"))) == 3 and reader.max_instances is None
     assert reader.lazy == lazy  # type: ignore[attr-defined]
     assert ("max_instances_in_memory" in caplog.text) == lazy
+
+
+def test_tensors_of_a_metric_are_unwrapped() -> None:
+    loss, number = Average().unwrap_to_tensors(torch.ones(1, requires_grad=True), 2)  # type: ignore[attr-defined]
+    assert not loss.requires_grad and number == 2
 
 
 def test_heads_are_pruned_as_in_transformers_4() -> None:

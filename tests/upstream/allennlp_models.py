@@ -256,6 +256,9 @@ def _stand_ins() -> Iterator[Any]:
         _cased,
     )
     yield "sshleifer/bart-tiny-random", transformers.BartForConditionalGeneration(bart), byte_pairs
+    # All of its IDs are those of tokens.
+    smaller = transformers.BartConfig(**{**bart.to_dict(), "vocab_size": 302})
+    yield "facebook/bart-base", transformers.BartForConditionalGeneration(smaller), byte_pairs
     gpt2 = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=4, vocab_size=500)
     yield "sshleifer/tiny-gpt2", transformers.GPT2LMHeadModel(gpt2), _no_tokenizer
     yield (
