@@ -327,17 +327,24 @@ def ranks_in_spawned_loader_workers(module: ModuleType) -> Iterator[None]:
     reader_module.DatasetReader.shard_iterable = shard
 
 
+_WITHOUT_LAZY = ("allennlp", "allennlp_models", "allennlp_deepspeed")
+
+
 @contextmanager
 def former_argument_of_readers(module: ModuleType) -> Iterator[None]:
     """
-    Lets readers pass `lazy`, an argument of AllenNLP 1 that was the first. Data are read once.
+    Lets readers of projects pass `lazy`, an argument of AllenNLP 1 that was the first. Data are
+    read once. In a config of AllenNLP's own readers it remains unknown.
     """
     yield
     reader: Any = module.DatasetReader  # type: ignore[attr-defined]
     initialize = reader.__init__
 
     @functools.wraps(initialize)
-    def initialize_without_lazy(self: Any, *args: Any, lazy: bool = False, **kwargs: Any) -> None:
+    def initialize_without_lazy(self: Any, *args: Any, **kwargs: Any) -> None:
+        lazy = False
+        if type(self).__module__.partition(".")[0] not in _WITHOUT_LAZY:
+            lazy = kwargs.pop("lazy", False)
         # No other argument in this position is a truth value.
         if args and isinstance(args[0], bool):
             lazy, *args = args  # type: ignore[assignment]
