@@ -20,6 +20,8 @@ from allennlp_deepspeed.config.key_validation import did_you_mean, nearest, unre
 from allennlp_deepspeed.config.keys_of_others import advice, replacement, replacement_of_list
 from allennlp_deepspeed.training.trainer_arguments import TrainerArguments
 
+_IMPORT_HOOK = "allennlp_deepspeed_import_hook."
+
 _MAX_LINES, _MAX_LENGTH = 6, 1_200
 
 _UNEXPECTED = re.compile(r"\w+\(\) got an unexpected keyword argument '(\w+)'")
@@ -158,7 +160,9 @@ def is_raised_in_construction(error: BaseException) -> bool:
 
 
 def _frames(error: BaseException) -> List[FrameType]:
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    """Returns the frames of a traceback, without those of wrappers of the import hook."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [f for f in frames if not f.f_globals.get("__name__", "").startswith(_IMPORT_HOOK)]
 
 
 def _text(error: BaseException) -> str:
