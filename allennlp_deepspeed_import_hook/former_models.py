@@ -63,8 +63,9 @@ def _with_former_arguments(call: Any) -> Any:
 
 def _tensors_of_layers(cache: Any) -> Iterator[Tuple[torch.Tensor, ...]]:
     """Yields the four tensors of each layer, without those of a sliding window if it has none."""
-    for layers in zip(cache.self_attention_cache, cache.cross_attention_cache, strict=True):
-        yield tuple(tensor for layer in layers for tensor in layer if tensor is not None)
+    for own, cross in zip(cache.self_attention_cache, cache.cross_attention_cache, strict=False):
+        has_window = any(tensor is not None for tensor in (*own[2:], *cross[2:]))
+        yield (*own, *cross) if has_window else (*own[:2], *cross[:2])
 
 
 def _cache_of_tensors(layers: Tuple[Tuple[torch.Tensor, ...], ...]) -> Any:

@@ -342,21 +342,24 @@ def former_argument_of_readers(module: ModuleType) -> Iterator[None]:
 
     @functools.wraps(initialize)
     def initialize_without_lazy(self: Any, *args: Any, **kwargs: Any) -> None:
-        lazy = False
+        given: List[bool] = []
         if type(self).__module__.partition(".")[0] not in _WITHOUT_LAZY:
-            lazy = kwargs.pop("lazy", False)
-        # No other argument in this position is a truth value.
-        if args and isinstance(args[0], bool):
-            lazy, *args = args  # type: ignore[assignment]
-        if lazy:
+            # No other argument in this position is a truth value.
+            if args and isinstance(args[0], bool):
+                given, args = [args[0]], args[1:]
+            elif "lazy" in kwargs:
+                given = [kwargs.pop("lazy")]
+        if given:
+            self.lazy = given[0]
+        if any(given):
             logging.getLogger(__name__).warning(
                 "%s is lazy, but data are read once: write 'data_loader.max_instances_in_memory' "
                 "to read them in each epoch",
                 type(self).__name__,
             )
-        self.lazy = lazy
         initialize(self, *args, **kwargs)
 
+    reader.lazy = False
     reader.__init__ = initialize_without_lazy
 
 

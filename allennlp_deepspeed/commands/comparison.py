@@ -8,12 +8,14 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
+from copy import deepcopy
 from pathlib import Path
 from statistics import median
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from allennlp.commands import train as train_command
@@ -26,6 +28,7 @@ from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.callbacks.log_writer import LogWriterCallback
 from rich.filesize import decimal
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from allennlp_deepspeed.commands.estimate import only_warnings
 from allennlp_deepspeed.commands.recording import LOSS, NORM, RecordingCallback
@@ -81,7 +84,7 @@ class Comparison:
         num_steps: int,
         vocabulary: Optional[Vocabulary] = None,
     ) -> None:
-        self._config: Dict[str, Any] = params.as_dict(quiet=True)
+        self._config: Dict[str, Any] = deepcopy(params.as_dict(quiet=True))
         self._include_package = include_package
         self._resolved = resolved
         self._num_steps = num_steps
@@ -247,6 +250,7 @@ class Comparison:
             process.join()
         finally:
             process.kill()
+            process.join()
         if process.exitcode != 0:
             error = Path(directory) / f"{run}_error.txt"
             cause = error.read_text() if error.exists() else f"exit code {process.exitcode}"
@@ -293,6 +297,9 @@ def _train_in_process(
     environment: Dict[str, str],
 ) -> None:
     """Trains in this process, which prints into a file, and writes why it fails into another."""
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # when the command is killed
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     os.environ.update(environment)
     path = os.path.join(directory, run)
     with output_to(Path(f"{path}_output.txt")):
@@ -320,24 +327,35 @@ def _print_table(directory: Path, num_steps: int) -> bool:
     print(f"{'':6}{LOSS:>30}{NORM:>30}   largest difference of weights")
     print(f"{'step':>6}{columns * 2}   {'(perturbed)':>18}")
     seconds: List[List[float]] = []
+    # The largest and the mean of elements: the largest may be that of an element whose gradient is
+    # rounding, of which Adam makes a whole step.
     noise: Dict[str, float] = {}
+    mean_noise: Dict[str, float] = {}
     verdict = None
     for step in range(1, num_steps + 1):
         read = [_read(directory, run, step) for run in (_PLAIN, _OWN, _PERTURBED)]
         seconds.append([each["seconds"] for each in read])
         plain, own, perturbed = (each["values"] for each in read)
         weights = [name for name in plain if name not in (LOSS, NORM)]
-        differences, ratios = {}, {}
+        differences: Dict[str, float] = {}
+        means: Dict[str, float] = {}
+        ratios: Dict[str, float] = {}
         for name, expected in plain.items():
             shifted = perturbed[name] - offsets.get(name, 0)
-            noise[name] = max(noise.get(name, 0), _difference(shifted, expected))
-            differences[name] = _difference(own[name], expected)
-        # A parameter may have no noise by chance.
-        common = median(noise[name] for name in weights)
-        for name, expected in plain.items():
-            rounding = 4 * torch.finfo(torch.float32).eps * float(expected.abs().max())
-            allowed = _FACTOR * max(noise[name], common * (name in weights)) + rounding
-            ratios[name] = differences[name] / max(allowed, _SMALLEST)
+            largest_noise, mean = _difference(shifted, expected)
+            if math.isfinite(largest_noise):
+                noise[name] = max(noise.get(name, 0), largest_noise)
+                mean_noise[name] = max(mean_noise.get(name, 0), mean)
+            differences[name], means[name] = _difference(own[name], expected)
+        for found, of_noise in ((differences, noise), (means, mean_noise)):
+            # A parameter may have no noise by chance.
+            common = median(of_noise.get(name, 0) for name in weights)
+            for name, expected in plain.items():
+                finite = expected[expected.isfinite()].abs()
+                rounding = 4 * torch.finfo(torch.float32).eps * _largest(finite)
+                allowed = _FACTOR * max(of_noise.get(name, 0), common * (name in weights))
+                ratio = found[name] / max(allowed + rounding, _SMALLEST)
+                ratios[name] = max(ratios.get(name, 0), ratio)
         largest = max(weights, key=differences.__getitem__)
         numbers = [
             f"{values[name].item():>{width}.6g}"
@@ -345,7 +363,8 @@ def _print_table(directory: Path, num_steps: int) -> bool:
             for values, width in ((plain, 18), (own, 12))
         ]
         print(
-            f"{step:>6}{''.join(numbers)}   {differences[largest]:.1e} ({noise[largest]:.1e}) "
+            f"{step:>6}{''.join(numbers)}   {differences[largest]:.1e} "
+            f"({noise.get(largest, math.inf):.1e}) "
             f"{largest}"
         )
         wrong = [name for name in weights if ratios[name] > 1] or [
@@ -355,7 +374,7 @@ def _print_table(directory: Path, num_steps: int) -> bool:
             first = max(wrong, key=ratios.__getitem__)
             verdict = (
                 f"Differs from step {step} on, first in {first}: by {differences[first]:.1e}, "
-                f"and by {noise[first]:.1e} if weights are perturbed."
+                f"and by {noise.get(first, math.inf):.1e} if weights are perturbed."
             )
     times = [f"{median(of_run):.3g} s" for of_run in list(zip(*seconds[1:] or seconds))[:2]]
     memory = [decimal(end["memory"]) for end in ends]
@@ -367,10 +386,18 @@ def _print_table(directory: Path, num_steps: int) -> bool:
     return verdict is None
 
 
-def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Returns the largest difference of elements. Those that are NaN in both are equal."""
-    difference = torch.where(first.isnan() & second.isnan(), 0, (first - second).abs())
-    return float(difference.nan_to_num(nan=math.inf).max())
+def _largest(values: torch.Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> Tuple[float, float]:
+    """
+    Returns the largest and the mean difference of elements. Those that are NaN in both are equal.
+    """
+    are_equal = (first == second) | (first.isnan() & second.isnan())
+    difference = torch.where(are_equal, 0.0, (first - second).abs().double())
+    difference = difference.nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(difference.max()), float(difference.mean())
 
 
 def _read(directory: Path, run: str, step: int) -> Dict[str, Any]:

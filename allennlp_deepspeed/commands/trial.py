@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, TextIO
 
@@ -130,7 +131,7 @@ class Trial:
         states: ModelStates,
         vocabulary: Optional[Vocabulary] = None,
     ) -> None:
-        self._config: Dict[str, Any] = params.as_dict(quiet=True)
+        self._config: Dict[str, Any] = deepcopy(params.as_dict(quiet=True))
         self._include_package = include_package
         self._num_instances = _NUM_STEPS * instances_per_step
         self._states = states
