@@ -87,7 +87,7 @@ class DistributedMetrics:
         """
         if collectives.world_size() == 1:
             return
-        metrics = _named_metrics(self._model)
+        metrics = named_metrics(self._model)
         found = {name: metric for name, metric in metrics.items() if _is_deferrable(metric)}
         of_ranks = collectives.all_gather_object(sorted(found))
         if any(names != of_ranks[0] for names in of_ranks):
@@ -161,7 +161,7 @@ def _in_table(kind: type) -> Tuple[str, ...]:
     return _TABLE.get(kind.__module__, {}).get(kind.__name__, ())
 
 
-def _named_metrics(model: torch.nn.Module) -> Dict[str, Metric]:
+def named_metrics(model: torch.nn.Module) -> Dict[str, Metric]:
     """Returns the metrics of all modules, and those in metrics, by their paths."""
     metrics: Dict[str, Metric] = {}
     seen: Set[int] = set()

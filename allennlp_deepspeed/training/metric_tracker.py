@@ -1,14 +1,14 @@
 import json
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metric_tracker import MetricTracker
-from allennlp.training.metrics import Metric
 from typing_extensions import override
 
 from allennlp_deepspeed.config.key_validation import nearest
 from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.metrics.distributed_metrics import named_metrics
 
 
 class UnknownMetricError(ConfigurationError):
@@ -87,23 +87,14 @@ class AgreedMetricTracker(MetricTracker):
 
 def has_unnamed_metric(model: torch.nn.Module) -> bool:
     """Returns whether one of the model's metrics has no names or no value before an update."""
-    for module in model.modules():
-        for metric in _metrics(list(vars(module).values())):
-            try:
-                value = metric.get_metric(reset=False)
-            except Exception:  # It is asked too early.
-                return True
-            if value is None or value == {}:
-                return True
+    for metric in named_metrics(model).values():
+        try:
+            value = metric.get_metric(reset=False)
+        except Exception:  # It is asked too early.
+            return True
+        if value is None or value == {}:
+            return True
     return False
-
-
-def _metrics(values: Iterable[Any]) -> Iterator[Metric]:
-    for value in values:
-        if isinstance(value, Metric):
-            yield value
-        elif isinstance(value, (dict, list, tuple)):
-            yield from _metrics(value.values() if isinstance(value, dict) else value)
 
 
 def _nearest(name: str, known: List[str]) -> Optional[str]:
