@@ -28,6 +28,7 @@ setup(
     name="allennlp-deepspeed",
     version="0.3.0",
     description="Train any AllenNLP model on DeepSpeed's engine, from its config file",
+    url="",  # the project's address, once it has one
     # Without links to files of the repository, which lead nowhere from a page of PyPI's.
     long_description=re.sub(r"\[([^]]+)\]\((?!https?://)[^)]+\)", r"\1", README),
     long_description_content_type="text/markdown",
@@ -72,6 +73,7 @@ setup(
         "psutil",
         "pydantic>=2",
         "rich",
+        "safetensors",
         "typing_extensions",
         # What AllenNLP imports. These two have dropped what it needs, which
         # allennlp_deepspeed_import_hook gives it.

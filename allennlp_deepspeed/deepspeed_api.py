@@ -8,13 +8,11 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.git_version_info import accelerator_name, installed_ops
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfigError, DtypeEnum
 from deepspeed.runtime.config import DeepSpeedConfig as EngineConfig
-from deepspeed.runtime.config import DeepSpeedConfigError, DtypeEnum
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -43,9 +41,7 @@ __all__ = [
     "BF16_Optimizer",
     "CPU_Accelerator",
     "CUDA_Accelerator",
-    "DeepSpeedCPUAdagrad",
-    "DeepSpeedCPUAdam",
-    "DeepSpeedCPULion",
+    "DEEPSPEED_OPTIMIZERS",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "DeepSpeedZeroConfig",
@@ -55,7 +51,6 @@ __all__ = [
     "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
     "FusedAdam",
-    "FusedLion",
     "GatheredParameters",
     "OffloadDeviceEnum",
     "PartitionedParameterCoordinator",

@@ -7,16 +7,38 @@ A directory may be someone else's: no operation writes through a link that is in
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
 import tempfile
 from contextlib import contextmanager, suppress
-from typing import IO, Any, Callable, Iterator
+from typing import IO, Any, Callable, Dict, Iterator
 
 import torch
 
 _CHUNK_SIZE = 4 * 1024 * 1024  # bytes
+
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The names of dtypes in the format of safetensors, which has no others."""
 
 
 def _do_nothing(operation: str, path: str) -> None:
@@ -98,6 +120,30 @@ def save(value: Any, path: str) -> None:
     before_operation("save", path)
     with add_path_to_errors(path), create(path) as file:
         torch.save(value, file)
+
+
+def save_tensors(tensors: Dict[str, torch.Tensor], metadata: Dict[str, str], path: str) -> None:
+    """
+    Writes a file in the format of safetensors, whose own writer needs all tensors of a GPU in
+    memory at once, and follows links. The file is not on disk before `flush`.
+    """
+    before_operation("save", path)
+    header: Dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    # The largest elements first, so that all are aligned.
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    for name in ordered:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with add_path_to_errors(path), create(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            flat = tensors[name].detach().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).cpu().numpy().data)
 
 
 def empty_memory_mapped(tensor: torch.Tensor, directory: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ Constructs the model of a config without its weights.
 
 import logging
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Dict, Iterator, Optional
 from unittest import mock
@@ -32,6 +32,7 @@ def construct_without_weights(
     params: Params,
     vocabulary: Optional[Vocabulary] = None,
     serialization_dir: Optional[str] = None,
+    on_meta_device: bool = True,
 ) -> Model:
     """
     Constructs the model of a training configuration on the meta device, where tensors have shapes
@@ -48,6 +49,8 @@ def construct_without_weights(
     serialization_dir : `str`, optional (default = `None`)
         The directory of a finished training, from which the model may load files that it has saved.
         `None` for an empty one.
+    on_meta_device : `bool`, optional (default = `True`)
+        If not, it is constructed on the CPU, with random weights.
 
     # Raises
 
@@ -63,7 +66,7 @@ def construct_without_weights(
             vocabulary = _make_vocabulary(params, directory)
         with _skip_pretrained_weights():
             try:
-                with _on_meta_device():
+                with _on_meta_device() if on_meta_device else nullcontext():
                     return _construct(params, vocabulary, directory)
             except ConfigurationError:
                 raise

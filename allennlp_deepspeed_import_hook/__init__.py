@@ -1,6 +1,6 @@
 """
 Runs modules of AllenNLP within the shims that they need on current libraries, and starts the
-workers' fork server when a command begins to import AllenNLP.
+workers' fork server when a command begins to import AllenNLP, which imports less at its start.
 
 Importing this package installs its finder. A file next to the installed package imports it at
 Python's start: `allennlp_deepspeed.start` for Python 3.15 and newer ([PEP
@@ -28,12 +28,14 @@ ENVIRONMENT_VARIABLE = "ALLENNLP_DEEPSPEED_IMPORT_HOOK"
 _EMBEDDERS = "allennlp.modules.token_embedders"
 _READERS = "allennlp_models.structured_prediction.dataset_readers"
 SHIMS = {
-    "allennlp": "uncompared_signatures",
+    "allennlp": "uncompared_signatures late_imports",
     "allennlp.commands.train": "package_of_the_trainer",
     "allennlp.common.plugins": "command_without_a_plugin_file",
+    "allennlp.common.util": "package_without_its_modules",
     "allennlp.common.cached_transformers": "former_transformers",
     # AllenNLP's only module that imports transformers whenever AllenNLP reads data.
     "allennlp.data.vocabulary": "former_tokenizers",
+    "allennlp.models.archival": "checkpoints_as_archives",
     "allennlp.common.push_to_hf": "former_classes_of_the_hub",
     "allennlp.data.dataset_readers.dataset_reader": "ranks_in_spawned_loader_workers "
     "former_argument_of_readers",
@@ -54,7 +56,7 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
         if name == "allennlp":
-            _start_fork_server()
+            _begin_command()
         if name not in SHIMS:
             return None
         for finder in sys.meta_path:
@@ -65,13 +67,15 @@ class _Finder:
         return None
 
 
-def _start_fork_server() -> None:
+def _begin_command() -> None:
     """
-    Starts the fork server of a command that may start workers, while the command imports AllenNLP.
+    Shows that a command of this package imports AllenNLP, which takes seconds, and starts the fork
+    server of one that may start workers at the same time.
     """
-    if "train" in sys.argv[1:]:
+    if "train" in sys.argv[1:] or sys.argv[1:2] == ["deepspeed"]:
         from allennlp_deepspeed_import_hook import fork_server
 
+        fork_server.announce_import()
         fork_server.start_for_command()
 
 

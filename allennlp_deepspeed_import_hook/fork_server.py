@@ -98,31 +98,46 @@ def start_for_command() -> None:
     Starts the fork server if this process is an `allennlp train` that will start workers of this
     package, judging by its arguments and the text of its config.
     """
-    is_launched = any(name in os.environ for name in _OF_LAUNCHERS)
-    if _is_command() and not is_launched and _starts_workers(sys.argv):
+    texts = _texts_of_training()
+    if _is_command() and any("cuda_devices" in text for text in texts) and _is_ours(texts):
         # At a lower level, PyTorch warns with 20 lines of frames at each attempt to reach a store
         # that has ended.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         ensure_running()
 
 
+def announce_import() -> None:
+    """
+    Prints on a terminal that the command imports AllenNLP, if it is `allennlp deepspeed` or a
+    training with this package.
+    """
+    if sys.stderr is None or not sys.stderr.isatty() or not _is_command():
+        return
+    if sys.argv[1:2] == ["deepspeed"] or _is_ours(_texts_of_training()):
+        print("Importing AllenNLP ...", file=sys.stderr, flush=True)
+
+
 def _is_command() -> bool:
     """
-    Returns whether this process was started as `allennlp`. A process that `multiprocessing` or a
-    library like it starts has the command's `sys.argv`, and imports its main module, but its own
-    command line.
+    Returns whether this process was started as `allennlp`, by no launcher of workers. A process
+    that `multiprocessing` or a library like it starts has the command's `sys.argv`, and imports its
+    main module, but its own command line.
     """
+    if any(name in os.environ for name in _OF_LAUNCHERS):
+        return False
     program = sys.argv[0]
     if program == "-m":  # as long as Python looks for the module to run
         return "allennlp" in sys.orig_argv
     return os.path.basename(program) == "allennlp" and program in sys.orig_argv
 
 
-def _starts_workers(argv: List[str]) -> bool:
-    if "train" not in argv[1:]:
-        return False
-    texts = [_text_of(argument) for argument in argv[1:]]
-    return any("cuda_devices" in text for text in texts) and any(map(_TYPE.search, texts))
+def _texts_of_training() -> List[str]:
+    """Returns the arguments of `allennlp train`, a config's text in place of its path."""
+    return [_text_of(each) for each in sys.argv[1:]] if "train" in sys.argv[1:] else []
+
+
+def _is_ours(texts: List[str]) -> bool:
+    return any(map(_TYPE.search, texts))
 
 
 def _text_of(argument: str) -> str:

@@ -156,6 +156,8 @@ def _freezing(post_init: Callable[..., None]) -> Callable[..., None]:
     def freeze_positions(self: Any) -> None:
         post_init(self)
         _refuse_ignored_settings(self)
+        if "YosoModel" in _classes_of_transformers(self):
+            self.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
         has_fixed = any(getattr(self.config, name, False) for name in _FIXED_POSITIONS)
         for module in self.modules():
             positions = getattr(module, "position_embeddings", None) if has_fixed else None
@@ -185,6 +187,20 @@ def _refuse_ignored_settings(model: Any) -> None:
     raise ConfigurationError(
         f"The config of {type(model).__name__} has {setting}, which transformers 5 ignores: its "
         f"outputs would be others. Write a model with {instead}, or use transformers 4."
+    )
+
+
+def _refuse_padding(model: Any, args: Any, kwargs: Dict[str, Any]) -> None:
+    """Refuses what the ignored mask is for, and not the model: texts of one length need no mask."""
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if mask is None or mask.all():
+        return
+    from allennlp.common.checks import ConfigurationError
+
+    raise ConfigurationError(
+        f"{type(model).__name__} has texts with padding in a batch, which transformers 5 doesn't "
+        "mask: its outputs would be others. Give it texts of one length, such as one in a batch: "
+        '"data_loader": {"batch_size": 1}.'
     )
 
 

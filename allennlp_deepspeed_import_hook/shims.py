@@ -69,6 +69,92 @@ def _bases_with_the_method(get: Any, frame: Any, namespace: Dict[str, Any]) -> L
     return [type("Former", (), {method.__name__: method})]
 
 
+# Modules that take long to import, by the module that imports them whenever AllenNLP is imported.
+_LATE = {
+    "allennlp.fairness.bias_direction": "sklearn",
+    "allennlp.fairness.bias_mitigators": "sklearn",
+    "allennlp.fairness.fairness_metrics": "scipy.stats",
+    "allennlp.modules.transformer.activation_layer": "transformers.models.bert.modeling_bert",
+    "allennlp.training.metrics.auc": "sklearn",
+    "allennlp.training.metrics.evalb_bracketing_scorer": "nltk",
+    "allennlp.training.metrics.spearman_correlation": "scipy.stats",
+    "torchvision.ops.roi_align": "torch._dynamo.utils",
+    "transformers.trainer_pt_utils": "transformers.integrations.deepspeed",
+    "transformers.trainer_utils": "peft",
+}
+
+
+@contextmanager
+def late_imports(module: ModuleType) -> Iterator[None]:
+    """
+    Has AllenNLP import `_LATE` when they are used, because most programs use none of them, and they
+    take as long as the rest. Other programs import them as before.
+    """
+    import allennlp_deepspeed_import_hook as hook
+
+    hook.SHIMS.update(dict.fromkeys(_LATE, "late_import"))
+    yield
+
+
+@contextmanager
+def late_import(module: ModuleType) -> Iterator[None]:
+    """Runs a module with a stand-in for the one that it imports late."""
+    late = _LATE[module.__name__]
+    top, *_ = late.split(".")
+    # Python looks for the packages of a module first.
+    names = [late[:i] for i, letter in enumerate(late) if letter == "."] + [late]
+    added = {name: _stand_in(name) for name in names if name not in sys.modules}
+    if top in added:
+        # By which it is known to be installed.
+        added[top].__spec__ = importlib.util.find_spec(top)
+        if added[top].__spec__ is None:
+            added = {}
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            sys.modules.pop(name, None)
+
+
+def _stand_in(module_name: str) -> ModuleType:
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _LateName(module_name, name)
+
+    stand_in = ModuleType(module_name)
+    stand_in.__getattr__ = get  # type: ignore[method-assign]
+    return stand_in
+
+
+class _LateName:
+    """A name of a module that is imported when the name is called, subscripted or looked into."""
+
+    def __init__(self, module_name: str, name: str) -> None:
+        self._module_name, self._name = module_name, name
+
+    def _value(self) -> Any:
+        module = importlib.import_module(self._module_name)
+        if not hasattr(module, self._name):
+            return importlib.import_module(f"{self._module_name}.{self._name}")
+        return getattr(module, self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._value()(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._value()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `typing` asks for them
+            raise AttributeError(name)
+        return getattr(self._value(), name)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return self._module_name in sys.modules and isinstance(instance, self._value())
+
+
 @contextmanager
 def command_without_a_plugin_file(module: ModuleType) -> Iterator[None]:
     """
@@ -111,6 +197,69 @@ def package_of_the_trainer(module: ModuleType) -> Iterator[None]:
 
     checked_train_model.without_package = train_model  # type: ignore[attr-defined]
     command.train_model = checked_train_model
+
+
+@contextmanager
+def package_without_its_modules(module: ModuleType) -> Iterator[None]:
+    """
+    Has `--include-package` import the package alone, which registers the names of its modules
+    itself. AllenNLP imports all modules of a package, and meanwhile modules of the user that have
+    the names of its folders.
+    """
+    yield
+    util: Any = module
+    import_with_submodules = util.import_module_and_submodules
+
+    @functools.wraps(import_with_submodules)
+    def import_included(package_name: str, *args: Any, **kwargs: Any) -> None:
+        if package_name.partition(".")[0] == _PACKAGE:
+            with util.push_python_path("."):
+                importlib.import_module(package_name)
+            return
+        try:
+            import_with_submodules(package_name, *args, **kwargs)
+        except ModuleNotFoundError as error:
+            is_command = sys._getframe(1).f_globals.get("__name__") == "allennlp.commands"
+            if not is_command or not f"{package_name}.".startswith(f"{error.name}."):
+                raise
+            sys.exit(_describe_missing_package(package_name))
+
+    util.import_module_and_submodules = import_included
+
+
+def _describe_missing_package(name: str) -> str:
+    import difflib
+
+    names = [entry.removesuffix(".py") for entry in os.listdir()]
+    similar = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else "start the command in the folder above it"
+    return f"--include-package {name}: neither {os.getcwd()} nor the environment has it; {hint}"
+
+
+@contextmanager
+def checkpoints_as_archives(module: ModuleType) -> Iterator[None]:
+    """
+    Lets `allennlp evaluate`, `allennlp predict` and `load_archive` read a checkpoint of this
+    package: its weights are exported to a temporary archive.
+    """
+    yield
+    archival: Any = module
+    load_archive = archival.load_archive
+
+    @functools.wraps(load_archive)
+    def load_exported(archive_file: Any, *args: Any, **kwargs: Any) -> Any:
+        if not os.path.isfile(os.path.join(archive_file, "commit.json")):
+            return load_archive(archive_file, *args, **kwargs)
+        import tempfile
+
+        from allennlp_deepspeed.checkpoint.export import ARCHIVE_NAME, export
+        from allennlp_deepspeed_import_hook import temporary_directory
+
+        with tempfile.TemporaryDirectory(dir=temporary_directory.path()) as directory:
+            export(os.fspath(archive_file), output_dir=directory)
+            return load_archive(os.path.join(directory, ARCHIVE_NAME), *args, **kwargs)
+
+    archival.load_archive = load_exported
 
 
 def _check_imported(params: Any) -> None:
@@ -169,9 +318,19 @@ def former_transformers(module: ModuleType) -> Iterator[None]:
     so that they can be re-initialized. transformers 5 loads them in the type of the file, and its
     `_init_weights` skips weights that have been loaded.
     """
+    import transformers
+
     from allennlp_deepspeed_import_hook import saved_tokenizers
 
-    yield
+    # A type in annotations, which would import all that models need.
+    is_late = _MODELS not in sys.modules
+    if is_late:
+        transformers.PreTrainedModel = Any  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        if is_late:
+            del transformers.PreTrainedModel
     module.AutoModel = AutoModelInFp32  # type: ignore[attr-defined]
     module.get_tokenizer = saved_tokenizers.as_saved(module.get_tokenizer)  # type: ignore[attr-defined]
 

@@ -86,7 +86,7 @@ def score(archive) -> Scores:
     from allennlp.data.data_loaders import MultiProcessDataLoader
     from allennlp.training.util import evaluate
 
-    from allennlp_deepspeed.language_modeling import CausalLMPredictor
+    from allennlp_deepspeed.models.language_modeling import CausalLMPredictor
 
     model, reader = archive.model.eval(), archive.validation_dataset_reader
     loader = MultiProcessDataLoader(reader, str(TEST), batch_size=16)

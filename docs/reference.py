@@ -17,7 +17,7 @@ from allennlp_deepspeed.config.declared_keys import (
     TRAINER_KEYS,
 )
 from allennlp_deepspeed.config.key_validation import Key
-from allennlp_deepspeed.language_modeling import (
+from allennlp_deepspeed.models.language_modeling import (
     CausalLM,
     CausalLMPredictor,
     CausalLMReader,
@@ -74,7 +74,7 @@ def reference() -> str:
         + _CHECKPOINTER
         + "".join(_section(name, key) for name, key in CHECKPOINTER_KEYS.items())
         + _DISTRIBUTED
-        + "".join(_section(name, key) for name, key in DISTRIBUTED_KEYS.items())
+        + "".join(_section(name, key) for name, key in DISTRIBUTED_KEYS.items() if key.doc)
         + _LANGUAGE_MODELS
         + _documented("model", CausalLM)
         + _documented("dataset_reader", CausalLMReader)

@@ -6,7 +6,11 @@
     "optimizer": null,
     "deepspeed_config": {
       "type": "zero_2",
-      "optimizer": {"type": "AdamW", "params": {"lr": 0.005, "weight_decay": 0.01}},
+      // Without "torch_adam" it is DeepSpeed's operator, which is compiled at first use.
+      "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.005, "weight_decay": 0.01, "torch_adam": true},
+      },
       // "auto" is filled from the trainer: optimizer steps in all epochs, the optimizer's "lr".
       "scheduler": {
         "type": "WarmupDecayLR",

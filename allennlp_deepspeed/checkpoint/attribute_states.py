@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 _CONSTRUCTED = {"Counter": Counter, "OrderedDict": OrderedDict}
 # A message has no more names.
 _MAX_NAMES = 10
-# How earlier versions named these kinds.
-_FORMER_KINDS = {"metric": "object", "set": "plain set"}
 
 
 _WITH_ITEMS = ("object", "dict", "list", "deque", "tuple", "buffer")
@@ -292,7 +290,6 @@ class _Loading:
         ((kind, items),) = node.items()
         if kind in ("buffer", "persistent"):
             return self._decode(items[0], current, path)
-        kind = _FORMER_KINDS.get(kind, kind)
         if self._originals is not None:
             current = self._originals.get(path, current)
         current = self._loaded.get(path, current)
@@ -319,11 +316,6 @@ class _Loading:
             return current
         if base == "enum":
             return type(current)[items]
-        if base == "some":  # in a checkpoint of an earlier version
-            for key, node in items.items():
-                exists = key in current if isinstance(current, dict) else key < len(current or ())
-                self._decode(node, current[key] if exists else None, (*path, key))
-            return current
         if base == "generator":
             _set_generator(current, items)
             return current

@@ -162,7 +162,7 @@ class BackgroundCommit:
             records.update(
                 {n: FileRecord(*r) for n, r in self._wait_for(key, "files", rank).items()}
             )
-        # Files that DeepSpeed writes in addition, such as its conversion script.
+        # The link to the best weights.
         for name in set(file_names(unfinished)) - set(records):
             records[name] = _flush(os.path.join(unfinished, name))
         return records

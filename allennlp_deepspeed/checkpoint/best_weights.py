@@ -7,7 +7,7 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import frozen_parameters, serialization, start_record
-from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
+from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME, PointInTime
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.parameters import full_parameters
 from allennlp_deepspeed.frozen_records import RECORDS_KEY, FrozenRecord
@@ -15,7 +15,7 @@ from allennlp_deepspeed.frozen_records import RECORDS_KEY, FrozenRecord
 
 class BestWeights:
     """
-    Weights of the best epoch so far: one file with the full (unsharded) model in fp32, except
+    Weights of the best validation so far: one file with the full (unsharded) model in fp32, except
     parameters that the model's attribute `archived_elsewhere` names, in the
     serialization directory, from which AllenNLP archives it, and a hard link to it in each
     checkpoint.
@@ -51,13 +51,13 @@ class BestWeights:
             self._fingerprints = frozen_parameters.fingerprints(wrapped_model.engine.module)
         self.exist = False
         """Whether this training has completed a best epoch."""
-        self.saved_after: Optional[int] = None
-        """The number of completed epochs when the weights were last saved."""
+        self.saved_at: Optional[PointInTime] = None
+        """The point in time when the weights were last saved."""
 
-    def save(self, epochs_completed: int) -> None:
+    def save(self, point: PointInTime) -> None:
         """Saves the current weights. Must be called on every rank."""
         self.exist = True
-        self.saved_after = epochs_completed
+        self.saved_at = point
         state_dict = self._full_state_dict()
         if state_dict is not None:
             self._write(state_dict)
@@ -71,9 +71,9 @@ class BestWeights:
             # Mapped, to avoid a copy of the file in memory.
             state_dict = serialization.load(self.path, mmap=True)
             state_dict.pop(RECORDS_KEY, None)
-        engine = self._wrapped_model.engine
-        excluded = frozen_parameters.archived_elsewhere(engine.module)
-        full_parameters.load_full_state_dict(engine, state_dict, excluded)
+        shards = self._wrapped_model.shards
+        excluded = frozen_parameters.archived_elsewhere(shards.engine.module)
+        full_parameters.load_full_state_dict(shards, state_dict, excluded)
 
     def link_into(self, checkpoint: str, excluded: Collection[str]) -> None:
         """
@@ -161,10 +161,10 @@ class BestWeights:
         Returns the full state of the model on each primary, without what is archived elsewhere, and
         `None` on other ranks. Must be called on every rank.
         """
-        engine = self._wrapped_model.engine
-        excluded = frozen_parameters.archived_elsewhere(engine.module)
+        shards = self._wrapped_model.shards
+        excluded = frozen_parameters.archived_elsewhere(shards.engine.module)
         state_dict = full_parameters.full_state_dict(
-            engine, self._is_primary, self._wrapped_model.mapping_directory, excluded
+            shards, self._is_primary, self._wrapped_model.mapping_directory, excluded
         )
         records = self.frozen_records() if excluded else {}
         if state_dict is not None and excluded:

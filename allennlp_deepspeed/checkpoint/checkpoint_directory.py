@@ -6,7 +6,7 @@ import os
 import re
 import time
 from contextlib import suppress
-from typing import List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Sequence
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import start_record
@@ -16,7 +16,6 @@ from allennlp_deepspeed.checkpoint.commit_record import (
     training_state_name,
 )
 
-ENGINE_TAG = "engine"
 BEST_WEIGHTS_NAME = "best.th"
 
 _UNFINISHED = ".unfinished"
@@ -133,12 +132,20 @@ class CheckpointDirectory:
         start_record.remove(self.serialization_dir)
         self._remove(replaced)
 
-    def prune(self, newest: PointInTime, count: Optional[int], age: Optional[float]) -> None:
+    def prune(
+        self,
+        newest: PointInTime,
+        count: Optional[int],
+        age: Optional[float],
+        best: Sequence[PointInTime] = (),
+        num_best: int = 0,
+    ) -> None:
         """
-        Removes the checkpoints that are neither among the `count` newest nor younger than `age`
-        seconds. If both are `None`, none of these is removed. `newest`, the checkpoint just
-        committed, always remains. Checkpoints after it are always removed: they belong to a run
-        that this one doesn't continue. A directory remains whose commit record isn't of its name.
+        Removes the checkpoints that are neither among the `count` newest, nor younger than `age`
+        seconds, nor the first `num_best` that exist of `best`. If `count` and `age` are `None`,
+        none of these is removed. `newest`, the checkpoint just committed, always remains.
+        Checkpoints after it are always removed: they belong to a run that this one doesn't
+        continue. A directory remains whose commit record isn't of its name.
         """
         checkpoints = [point for point in self.list_checkpoints() if self._is_committed(point)]
         for point in checkpoints:
@@ -151,6 +158,7 @@ class CheckpointDirectory:
         if age is not None:
             oldest = time.time() - age
             keep.update(c for c in checkpoints if os.path.getmtime(self.path(c)) >= oldest)
+        keep.update([point for point in best if point in checkpoints][:num_best])
         for point in checkpoints:
             if point not in keep:
                 self.remove(point)

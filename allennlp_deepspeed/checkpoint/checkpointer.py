@@ -4,7 +4,7 @@ import os
 import time
 import uuid
 from functools import partial
-from typing import Any, Callable, Dict, List, Literal, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type
 
 import deepspeed
 import torch
@@ -18,20 +18,14 @@ from typing_extensions import override
 from allennlp_deepspeed import versions
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint import (
+    by_name,
     frozen_parameters,
-    load_time_resharding,
-    parameter_order,
     serialization,
-    sharded_reader,
+    state_files,
     vocabulary_files,
 )
 from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
-from allennlp_deepspeed.checkpoint.checkpoint_directory import (
-    ENGINE_TAG,
-    CheckpointDirectory,
-    PointInTime,
-)
-from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
+from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.selection import (
     check_model,
@@ -40,15 +34,12 @@ from allennlp_deepspeed.checkpoint.selection import (
     parameter_shapes,
     refuse_allennlp_checkpoints,
 )
+from allennlp_deepspeed.checkpoint.staged_files import StagedFiles
 from allennlp_deepspeed.checkpoint.trainer_protocol import TrainerProtocol, overridden
-from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.declared_keys import CHECKPOINTER_KEYS
-from allennlp_deepspeed.config.key_validation import check_values
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
-from allennlp_deepspeed.engine import internals
+from allennlp_deepspeed.config.constructors import construct_from_fields
+from allennlp_deepspeed.config.declared_keys import CHECKPOINTER_KEYS, CheckpointerArguments
 from allennlp_deepspeed.engine.lifecycle import profiler_ranges
-from allennlp_deepspeed.engine.optimizers.cpu_counterparts import adapt_loaded_states
-from allennlp_deepspeed.engine.parameters.shards import Shards
+from allennlp_deepspeed.engine.optimizers.fused import keep_implementation
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.worker_failure import describe_full_disk
 from allennlp_deepspeed.frozen_records import check_same
@@ -94,58 +85,48 @@ class DeepSpeedCheckpointer(Checkpointer):
     meaning.
 
     A checkpoint is a directory `checkpoint_e{epochs}_b{steps}` in the serialization directory. It
-    contains the model and optimizer states that DeepSpeed saves, in DeepSpeed's own layout under
-    the tag `engine`; `training_state_w{rank}.th` for each rank; the best weights so far, `best.th`,
-    as a hard link; and `commit.json`, with a checksum of every file. It is written under a
-    temporary name, flushed to disk while training continues, and renamed once every rank has
-    confirmed its files. Until then it isn't a checkpoint, and older ones remain.
+    contains for each rank `state_w{rank}.safetensors`, with its elements of the weights and
+    optimizer states by the names of the parameters, and `training_state_w{rank}.th`; the best
+    weights so far, `best.th`, as a hard link; and `commit.json`, with a checksum of every file. It
+    is written under a temporary name, flushed to disk while training continues, and renamed once
+    every rank has confirmed its files. Until then it isn't a checkpoint, and older ones remain.
+    Training can be resumed with another number of workers, another ZeRO stage, and layers in
+    another order.
 
     # Parameters
 
     serialization_dir : `Union[str, os.PathLike]`, required.
 
-    All other parameters are [`CHECKPOINTER_KEYS`](../config/declared_keys.py).
+    All others are the fields of [`CheckpointerArguments`](../config/declared_keys.py).
     """
 
     default_implementation = "deepspeed"
 
-    def __init__(
-        self,
-        serialization_dir: Union[str, os.PathLike],
-        save_completed_epochs: bool = True,
-        save_every_num_seconds: Optional[float] = None,
-        save_every_num_batches: Optional[int] = None,
-        keep_most_recent_by_count: Optional[int] = 2,
-        keep_most_recent_by_age: Optional[float] = None,
-        *,
-        save_on_preemption: bool = False,
-        async_save: bool = False,
-        exclude_frozen_parameters: bool = False,
-        on_corrupt: Literal["error", "previous"] = "error",
-    ) -> None:
-        self.keys = {name: value for name, value in locals().items() if name in CHECKPOINTER_KEYS}
-        errors = ConfigErrors()
-        check_values("trainer.checkpointer", CHECKPOINTER_KEYS, self.keys, errors)
-        errors.raise_any()
+    @construct_from_fields(CheckpointerArguments, Checkpointer.__init__)
+    def __init__(self, arguments: CheckpointerArguments) -> None:
         _check_overridden(type(self))
         super().__init__(
-            serialization_dir,
-            save_completed_epochs=save_completed_epochs,
-            save_every_num_batches=save_every_num_batches,
-            keep_most_recent_by_count=keep_most_recent_by_count,
-            keep_most_recent_by_age=keep_most_recent_by_age,  # type: ignore[arg-type]
+            arguments.serialization_dir,
+            save_completed_epochs=arguments.save_completed_epochs,
+            save_every_num_batches=arguments.save_every_num_batches,
+            keep_most_recent_by_count=arguments.keep_most_recent_by_count,
+            keep_most_recent_by_age=arguments.keep_most_recent_by_age,  # type: ignore[arg-type]
         )
+        self.keys = {name: getattr(arguments, name) for name in CHECKPOINTER_KEYS}
         # Set here, because the base class refuses it in distributed training.
-        self._save_every_num_seconds = save_every_num_seconds
-        self._on_corrupt = on_corrupt
-        self._exclude_frozen_parameters = exclude_frozen_parameters
+        self._save_every_num_seconds = arguments.save_every_num_seconds
+        self._keep_best_by_count = arguments.keep_best_by_count
+        # Of the checkpoints whose weights have been validated.
+        self._scores: Mapping[PointInTime, float] = {}
+        self._on_corrupt = arguments.on_corrupt
+        self._exclude_frozen_parameters = arguments.exclude_frozen_parameters
         self._checksums_of_vocabulary: Optional[Dict[str, str]] = None
-        self._files = FileCheckpointEngine(async_save)
+        self._files = StagedFiles(arguments.async_save)
         self._checkpoints = CheckpointDirectory(self._serialization_dir)
         self._commits: Optional[BackgroundCommit] = None
         # `True` with optimizer states on NVMe.
         self._saves_nothing = False
-        self.save_on_preemption = save_on_preemption
+        self.save_on_preemption = arguments.save_on_preemption
         self.is_time = False
         """Whether the ranks have agreed that `save_every_num_seconds` have elapsed."""
         self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
@@ -235,6 +216,11 @@ class DeepSpeedCheckpointer(Checkpointer):
         return os.path.basename(self._checkpoints.path(point))
 
     @property
+    def keeps_best(self) -> bool:
+        """Returns whether `keep_best_by_count` is set."""
+        return self._keep_best_by_count is not None
+
+    @property
     def saves(self) -> bool:
         """Returns whether checkpoints can be saved."""
         return not self._saves_nothing
@@ -303,6 +289,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         """
         if trainer.engine.zero_nvme_offload_optimizer():
             return  # the warning is in `load_checkpoint`
+        self._scores = trainer.validation_scores
         with trainer.weights_to_save():
             self._save(trainer)
 
@@ -328,28 +315,23 @@ class DeepSpeedCheckpointer(Checkpointer):
 
         unfinished = self._checkpoints.unfinished_path(point)
         record = self._record(point, trainer)
-        if record.frozen:
-            self._files.excluded = frozen_parameters.frozen_names(trainer.model)
+        excluded = frozen_parameters.frozen_names(trainer.model) if record.frozen else set()
         if trainer.directories.is_leader:
             self._checkpoints.create_unfinished(point)
             if trainer.best_weights.exist:
-                trainer.best_weights.link_into(unfinished, self._files.excluded)
+                trainer.best_weights.link_into(unfinished, excluded)
         dist.barrier()
-        internals.set_checkpoint_engine(trainer.engine, self._files)
-        if not trainer.engine.zero_optimization_partition_weights():
-            # The first rank of each directory saves them, instead of rank 0 alone. At stage 3 each
-            # rank saves its own shards.
-            internals.set_saves_model_states(trainer.engine, trainer.directories.is_leader)
-        trainer.engine.save_checkpoint(
-            unfinished,
-            tag=ENGINE_TAG,
-            client_state=sharded_reader.client_state(trainer.engine),
-            save_latest=False,
-            exclude_frozen_parameters=self._exclude_frozen_parameters,
+        average = dict(trainer_state.get("moving_average", {}))
+        shadows, shards = average.pop("shadows", {}), trainer.wrapped_model.shards
+        state = by_name.collect(shards, trainer.directories.is_leader, shadows, excluded)
+        trainer_state = {**trainer_state, state_files.ENGINE: state.rest}
+        if average or shadows:
+            trainer_state["moving_average"] = average
+        rank = dist.get_rank()
+        self._files.save_tensors(
+            state.tensors, state.record, state_files.file_path(unfinished, rank)
         )
-        self._files.save(
-            trainer_state, self._checkpoints.training_state_path(unfinished, dist.get_rank())
-        )
+        self._files.save(trainer_state, self._checkpoints.training_state_path(unfinished, rank))
         self._commits.start(
             point,
             record,
@@ -365,8 +347,13 @@ class DeepSpeedCheckpointer(Checkpointer):
             seconds = time.time() - self._last_save_time
             path = self._checkpoints.path(point)
             self.on_committed(path, num_bytes, seconds, point.epochs, num_steps)
+        best = sorted(self._scores, key=lambda scored: (-self._scores[scored], scored))
         self._checkpoints.prune(
-            point, self._keep_most_recent_by_count, self._keep_most_recent_by_age
+            point,
+            self._keep_most_recent_by_count,
+            self._keep_most_recent_by_age,
+            best,
+            self._keep_best_by_count or 0,
         )
 
     def _write_staged(self) -> List[str]:
@@ -394,7 +381,7 @@ class DeepSpeedCheckpointer(Checkpointer):
             batches_in_epoch_completed=point.steps,
             world_size=dist.get_world_size(),
             zero_stage=trainer.engine.zero_optimization_stage(),
-            parameters=parameter_shapes(trainer.engine),
+            parameters=parameter_shapes(trainer.wrapped_model.shards),
             versions={
                 "allennlp-deepspeed": versions.own_version(),
                 "deepspeed": deepspeed.__version__,
@@ -523,8 +510,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         rank = dist.get_rank() % record.world_size
         trainer_state = serialization.load(self._checkpoints.training_state_path(path, rank))
         check_version(path, record, trainer_state)
-        self._load_by_name(trainer, path, record, trainer_state)
-        adapt_loaded_states(trainer.engine.basic_optimizer)
+        optimizer = trainer.engine.basic_optimizer
+        with optimizer.register_load_state_dict_pre_hook(keep_implementation):
+            self._load_engine(trainer, path, record, trainer_state)
         _warn_of_other_steps(trainer_state["instances_per_step"], trainer.instances_per_step())
         _convert_position(trainer_state, trainer.instances_per_step())
         steps = trainer_state["progress"]["batches_in_epoch_completed"]
@@ -533,65 +521,36 @@ class DeepSpeedCheckpointer(Checkpointer):
             trainer.best_weights.restore_from(path, is_incomplete=bool(record.frozen))
         return TrainerCheckpoint({}, trainer_state)
 
-    def _load_by_name(
+    def _load_engine(
         self,
         trainer: TrainerProtocol,
         path: str,
         record: CommitRecord,
         trainer_state: Dict[str, Any],
     ) -> None:
-        """
-        Loads the engine's states, each into the parameter of the same name, and puts moving
-        averages into the engine's order.
-        """
-        engine, average = trainer.engine, trainer_state.get("moving_average", {})
-        saved, current = sharded_reader.names_of_groups(path), Shards(engine).names_of_groups
-        parameter_order.check_groups(path, saved, current)
-        if saved != current or record.world_size != dist.get_world_size():
-            parameter_order.refuse_tensors(path, trainer_state)
-        if load_time_resharding.is_needed(record, dist.get_world_size()):
+        """Loads the engine's states, and adds this rank's moving averages to the training state."""
+        shards, rest = trainer.wrapped_model.shards, trainer_state.pop(state_files.ENGINE)
+        saved, current = rest["names_of_groups"], shards.names_of_groups
+        by_name.check_groups(path, saved, current)
+        was, now = (
+            (record.zero_stage, record.world_size, saved),
+            (trainer.engine.zero_optimization_stage(), dist.get_world_size(), current),
+        )
+        if was != now:
+            record.check_complete(path)
+            attributes = {"optimizer": rest["optimizer"], **trainer_state.get("attributes", {})}
+            by_name.refuse_tensors(path, attributes)
             announce(
                 logger,
-                "Resharding checkpoint from world size %d to %d",
-                record.world_size,
-                dist.get_world_size(),
+                "The checkpoint is of ZeRO stage %d with %d workers: loading it by name",
+                *was[:2],
             )
-            self._load_resharded(engine, sharded_reader.ShardedCheckpoint(path), record, average)
-        elif saved == current:
-            self._load_engine(engine, path, record)
-        elif record.zero_stage == 0:
-            order = parameter_order.SavedOrder(saved, current)
-            with order.reordering(engine):
-                self._load_engine(engine, path, record)
-            if "shadows" in average:
-                average["shadows"] = order.reorder(average["shadows"])
-        else:
-            announce(logger, "The model's parameters have another order: loading them by name")
-            record.check_complete(path)
-            checkpoint = sharded_reader.ShardedCheckpoint(path, dist.get_rank())
-            self._load_resharded(engine, checkpoint, record, average)
-
-    def _load_engine(self, engine: DeepSpeedEngine, path: str, record: CommitRecord) -> None:
-        """Loads a checkpoint that needs no resharding, by position."""
-        internals.set_checkpoint_engine(engine, self._files)
-        with internals.read_literal_paths(engine):
-            loaded_path, _ = engine.load_checkpoint(
-                path, tag=ENGINE_TAG, load_module_strict=not record.frozen
-            )
-        if loaded_path is None:
-            raise CheckpointError(f"{path} has no DeepSpeed weights.")
-
-    def _load_resharded(
-        self,
-        engine: DeepSpeedEngine,
-        checkpoint: sharded_reader.ShardedCheckpoint,
-        record: CommitRecord,
-        average: Dict[str, Any],
-    ) -> None:
-        """Loads a checkpoint of other shards, with this rank's shard of the moving averages."""
-        load_time_resharding.load(engine, checkpoint, record.frozen)
-        if checkpoint.has_moving_average:
-            average["shadows"] = load_time_resharding.read_shadows(engine, checkpoint)
+        files = state_files.StateFiles(path, dist.get_rank())
+        averages = by_name.load(
+            shards, files, rest, record.frozen, has_averages="moving_average" in trainer_state
+        )
+        if averages:
+            trainer_state["moving_average"]["shadows"] = averages
 
     @property
     def _last_save(self) -> PointInTime:
@@ -620,11 +579,11 @@ DeepSpeedCheckpointer.register("deepspeed")(DeepSpeedCheckpointer)
 
 
 def _refuse_replaced(trainer: TrainerProtocol) -> None:
-    shards = Shards(trainer.engine)
+    shards = trainer.wrapped_model.shards
     now = dict(trainer.model.named_parameters(remove_duplicate=False))
     # In the order of the model, so that all ranks and runs name the same one.
     for parameter in (p for p in trainer.engine.param_names if p in shards.trained):
-        name = shards.names[parameter]
+        name = shards.name_of(parameter)
         if parameter.requires_grad and now.get(name) not in trainer.engine.param_names:
             raise ConfigurationError(
                 f"The parameter '{name}' was removed or replaced after the trainer was "
@@ -681,4 +640,4 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     if now != before:
         # Read by `Progress`, and by `ResumeState` if the checkpoint was saved in a validation.
         progress["is_converted"] = True
-        trainer_state["replay"].pop("train_metrics", None)  # some steps may be trained again
+        trainer_state["resume_state"].pop("train_metrics", None)  # some steps may be trained again

@@ -20,8 +20,8 @@ from allennlp_deepspeed.frozen_records import FrozenRecord
 RECORD_NAME = "commit.json"
 _RECORD = re.compile(r"commit(_w\d+)?\.json")
 
-FORMAT_VERSION = 3
-"""Version 1 is the format of 0.1, version 2 that of 0.2."""
+FORMAT_VERSION = 4
+"""Version 1 is the format of 0.1, 2 that of 0.2, and 3 that of 0.3, which had DeepSpeed's files."""
 
 _MAX_WORLD_SIZE = 2**20  # which can be counted through
 

@@ -17,7 +17,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME, archive_model
 
-from allennlp_deepspeed import files, frozen_records, lora
+from allennlp_deepspeed import files, frozen_records
 from allennlp_deepspeed.checkpoint import frozen_parameters
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
 from allennlp_deepspeed.checkpoint.offline import (
@@ -27,6 +27,7 @@ from allennlp_deepspeed.checkpoint.offline import (
 )
 from allennlp_deepspeed.checkpoint.saved_config import read_config
 from allennlp_deepspeed.meta_model import construct_without_weights
+from allennlp_deepspeed.models import lora
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def export(
     epoch: Optional[int] = None,
     output_dir: Optional[str] = None,
     merge_adapters: bool = False,
+    force: bool = False,
 ) -> str:
     """
     Writes the weights of a checkpoint in fp32 to `weights.th`, a `state_dict` of the plain model,
@@ -65,11 +67,13 @@ def export(
         one at the end of the epoch is selected, or else the newest. `None` for the newest
         checkpoint.
     output_dir : `str`, optional (default = `None`)
-        The directory to write the files to, replacing earlier ones. `None` for a directory in
-        `serialization_dir` that is named after the checkpoint.
+        The directory to write the files to. `None` for a directory in `serialization_dir` that is
+        named after the checkpoint.
     merge_adapters : `bool`, optional (default = `False`)
         Whether to merge LoRA adapters into the weights that they adapt. The config in the archive
         then has no token embedder of type "lora" and no `model.lora`.
+    force : `bool`, optional (default = `False`)
+        Whether to replace the files of an earlier export.
 
     # Returns
 
@@ -81,14 +85,16 @@ def export(
     `CheckpointError`
         If there is no such checkpoint, if it is damaged, or of another model than the config's.
     `ConfigurationError`
-        If there are no adapters to merge, the config can't be read, or the output isn't a
-        directory.
+        If there are no adapters to merge, the config can't be read, the output isn't a directory,
+        or the files exist without `force`.
     """
     serialization_dir, point = split_checkpoint_path(serialization_dir)
     checkpoint, record = find_checkpoint(serialization_dir, epoch, point)
     logger.info("Exporting the weights of %s", checkpoint)
     params = read_config(serialization_dir)
     output_dir = _output_dir(serialization_dir, checkpoint, output_dir)
+    if not force:
+        _check_not_exported(output_dir)
     weights = os.path.join(output_dir, WEIGHTS_NAME)
     with ExitStack() as stack:
         archived_dir = serialization_dir
@@ -134,6 +140,15 @@ def _output_dir(serialization_dir: str, checkpoint: str, output_dir: Optional[st
             "directory for --output."
         )
     return output_dir
+
+
+def _check_not_exported(output_dir: str) -> None:
+    for name in (WEIGHTS_NAME, ARCHIVE_NAME):
+        path = os.path.join(output_dir, name)
+        if os.path.lexists(path):
+            raise ConfigurationError(
+                f"{path} exists: write --force to replace it, or another directory for --output."
+            )
 
 
 def _state_dict(serialization_dir: str, checkpoint: str, record: CommitRecord) -> Dict[str, Any]:

@@ -19,6 +19,7 @@ from allennlp_deepspeed.engine.parameters import full_parameters
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.frozen_records import FrozenRecord
+from allennlp_deepspeed.training_traits import traits_of
 
 
 def frozen_records(engine: DeepSpeedEngine) -> Dict[str, FrozenRecord]:
@@ -58,11 +59,10 @@ def frozen_names(model: torch.nn.Module) -> Set[str]:
 
 def archived_elsewhere(model: torch.nn.Module) -> Set[str]:
     """
-    Returns the names of the frozen parameters that archives leave out: those in the model's
-    attribute `archived_elsewhere`, if it has one.
+    Returns the names of the frozen parameters that archives leave out: those of the model's
+    traits.
     """
-    names: Set[str] = getattr(model, "archived_elsewhere", set())
-    return names & frozen_names(model)
+    return frozen_names(model) & traits_of(model).archived_elsewhere
 
 
 def check_archived_elsewhere(model: torch.nn.Module) -> None:
@@ -76,7 +76,7 @@ def check_archived_elsewhere(model: torch.nn.Module) -> None:
         If one does.
     """
     for name, module in model.named_modules():
-        if name and getattr(module, "archived_elsewhere", None):
+        if name and traits_of(module).archived_elsewhere:
             raise ConfigurationError(
                 f"'save_adapters_only' is true for the part '{name}' of the model, but only a "
                 'complete model of type "causal_lm" can be loaded without its frozen weights: '

@@ -14,10 +14,7 @@ from allennlp.models import Model
 from allennlp.models.archival import extracted_archive, get_weights_path
 from transformers import PreTrainedTokenizerBase
 
-from allennlp_deepspeed import files, frozen_records, lora
-from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import (
-    warn_of_dense_attention,
-)
+from allennlp_deepspeed import files, frozen_records
 from allennlp_deepspeed.checkpoint import frozen_parameters, serialization
 from allennlp_deepspeed.checkpoint.checkpoint_directory import BEST_WEIGHTS_NAME
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
@@ -28,9 +25,13 @@ from allennlp_deepspeed.checkpoint.offline import (
     split_checkpoint_path,
 )
 from allennlp_deepspeed.checkpoint.saved_config import read_config
-from allennlp_deepspeed.language_modeling import pretrained
-from allennlp_deepspeed.language_modeling.end_tokens import set_end_tokens
 from allennlp_deepspeed.meta_model import construct_without_weights
+from allennlp_deepspeed.models import lora
+from allennlp_deepspeed.models.attention.block_sparse_pretrained_transformer import (
+    warn_of_dense_attention,
+)
+from allennlp_deepspeed.models.language_modeling import pretrained
+from allennlp_deepspeed.models.language_modeling.end_tokens import set_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed.checkpoint import vocabulary_files
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.state_files import StateFiles
 
 
 def split_checkpoint_path(path: str) -> Tuple[str, Optional[PointInTime]]:
@@ -93,7 +93,7 @@ def read_weights(checkpoint: str) -> Dict[str, Any]:
         If its files are those in its record, but don't contain what this package saves.
     """
     try:
-        return ShardedCheckpoint(checkpoint).state_dict()
+        return StateFiles(checkpoint).state_dict()
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(

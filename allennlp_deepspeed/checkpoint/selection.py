@@ -15,7 +15,6 @@ from allennlp_deepspeed.checkpoint.commit_record import COPY_ADVICE, CheckpointE
 from allennlp_deepspeed.checkpoint.shared_directories import Directories
 from allennlp_deepspeed.checkpoint.trainer_protocol import TRAINING_STATE_VERSION, TrainerProtocol
 from allennlp_deepspeed.config.json_types import is_count
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.shards import Shards, full_shape
 from allennlp_deepspeed.engine.process import collectives
 
@@ -272,28 +271,22 @@ _VALUES: Dict[str, Callable[[Any], bool]] = {
     "progress.total_batches_completed": is_count,
     "instances_per_step": lambda value: is_count(value, minimum=1),
     "best_weights.exist": lambda value: isinstance(value, bool),
-    "replay": lambda value: isinstance(value, dict),
+    "resume_state": lambda value: isinstance(value, dict),
+    "engine.names_of_groups": lambda value: isinstance(value, list),
+    "engine.states": lambda value: isinstance(value, dict),
 }
 
 
 def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> None:
     """
-    Checks that the checkpoint is of this ZeRO stage and these parameters.
+    Checks that the checkpoint is of these parameters.
 
     # Raises
 
     `CheckpointError`
-        If the checkpoint is of another ZeRO stage, or its parameters have other names or shapes.
+        If its parameters have other names or shapes.
     """
-    stage = trainer.engine.zero_optimization_stage()
-    if record.zero_stage != stage:
-        raise CheckpointError(
-            f"{path} was written at ZeRO stage {record.zero_stage}, but the config has stage "
-            f'{stage}. Write "stage": {record.zero_stage} to resume, or export the weights '
-            f"(`allennlp deepspeed export {os.path.dirname(path)}`) and start from them with "
-            '"model": {"type": "from_archive", ...}.'
-        )
-    shapes = parameter_shapes(trainer.engine)
+    shapes = parameter_shapes(trainer.wrapped_model.shards)
     different = [
         f"{name} is {record.parameters.get(name, 'not there')} instead of "
         f"{shapes.get(name, 'not there')}"
@@ -308,10 +301,9 @@ def check_model(path: str, record: CommitRecord, trainer: TrainerProtocol) -> No
         )
 
 
-def parameter_shapes(engine: DeepSpeedEngine) -> Dict[str, List[int]]:
+def parameter_shapes(shards: Shards) -> Dict[str, List[int]]:
     """Returns the full (unsharded) shapes of the model's parameters, by name."""
-    names = Shards(engine).names
-    return {name: list(full_shape(parameter)) for parameter, name in names.items()}
+    return {name: list(full_shape(parameter)) for parameter, name in shards.names.items()}
 
 
 def refuse_allennlp_checkpoints(serialization_dir: str) -> None:

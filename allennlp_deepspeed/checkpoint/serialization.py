@@ -5,44 +5,17 @@ Loads files of checkpoints without running code that is in them.
 import io
 import pickle
 import re
-from enum import Enum
-from typing import Any, List, Type
+from typing import Any, List
 
 import numpy as np
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 
 _NUMPY_SCALARS = [type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"]
 
 
-def _pickle_by_value(enumeration: Type[Enum]) -> None:
-    """
-    Makes pickle store the members of an enumeration as their class and value.
-
-    Works around Python 3.11.0 to 3.11.4: an enum member is pickled as a call of `getattr`.
-    PyTorch's `weights_only` loading refuses this call in any version of Python. DeepSpeed's files
-    have such members, and Debian 12 has Python 3.11.2. Gone when none of these is supported.
-    [#105332](https://github.com/python/cpython/issues/105332)
-    """
-
-    def reduce(member: Enum, protocol: int) -> Any:
-        return enumeration, (member.value,)
-
-    enumeration.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
-
-
-_pickle_by_value(ZeroStageEnum)
-
 SAFE_GLOBALS = [
-    # The classes in DeepSpeed's files. They contain plain numbers.
-    DynamicLossScaler,
-    LossScaler,
-    ZeroStageEnum,
-    fragment_address,
     # Classes in the states of callbacks and metrics.
     np.dtype,
     np.ndarray,
@@ -99,10 +72,11 @@ def load(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         if not _OTHER_FILE_MESSAGES.search(message):
             raise
     # Not chained to the original error, which advises to load the file in a way that runs code.
-    raise CheckpointError(_describe_other_file(path, message))
+    raise CheckpointError(describe_other_file(path, message))
 
 
-def _describe_other_file(path: str, message: str) -> str:
+def describe_other_file(path: str, message: str) -> str:
+    """Returns what to do about a file with other contents, which an error's message describes."""
     holds = _FORBIDDEN.search(message)
     contents = f"holds {holds.group(1)} and " if holds else ""
     checkpoint = _CHECKPOINT.match(path)

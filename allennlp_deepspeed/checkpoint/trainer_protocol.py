@@ -7,10 +7,12 @@ from allennlp.training.trainer import TrainerCheckpoint
 from typing_extensions import override
 
 from allennlp_deepspeed.checkpoint.best_weights import BestWeights
+from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.shared_directories import Directories
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 
-TRAINING_STATE_VERSION = 6
+TRAINING_STATE_VERSION = 7
 """The format version of a `TrainerCheckpoint`. Version 0.1.0 of this package wrote version 2."""
 
 
@@ -62,6 +64,10 @@ class TrainerProtocol(Protocol):
         """The model, whose parameters may be partitioned."""
 
     @property
+    def wrapped_model(self) -> DeepSpeedWrappedModel:
+        """The owner of the engine."""
+
+    @property
     def engine(self) -> DeepSpeedEngine:
         """The initialized engine."""
 
@@ -77,6 +83,10 @@ class TrainerProtocol(Protocol):
     def best_weights(self) -> BestWeights:
         """The weights of the best epoch so far."""
 
+    @property
+    def validation_scores(self) -> Mapping[PointInTime, float]:
+        """The scores of checkpoints whose weights have been validated. The higher, the better."""
+
     def get_checkpoint_state(self) -> TrainerCheckpoint:
         """
         Returns this rank's training state: the state of each part, and the values that the
@@ -91,8 +101,8 @@ class TrainerProtocol(Protocol):
 
     def save_best_weights(self) -> None:
         """
-        Saves the weights if the epoch that has just ended was the best. Must be called on every
-        rank.
+        Saves the weights if the epoch that has just ended was the best, and records the score of
+        the checkpoint that is going to be saved. Must be called on every rank.
         """
 
     def all_reduce_metrics(self) -> None:

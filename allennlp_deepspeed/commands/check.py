@@ -10,12 +10,13 @@ from typing_extensions import override
 
 from allennlp_deepspeed.commands.comparison import Comparison
 from allennlp_deepspeed.commands.dry_run import DryRun
-from allennlp_deepspeed.commands.estimate import add_config, only_warnings
+from allennlp_deepspeed.commands.estimate import only_warnings
 from allennlp_deepspeed.commands.memory_estimate import Estimator
-from allennlp_deepspeed.commands.trial import Trial
+from allennlp_deepspeed.commands.trial import NUM_STEPS, Trial, lacking_memory
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.config.schema_validation import AUTO, lookup
 from allennlp_deepspeed.config.unset_values import configured_value
+from allennlp_deepspeed.engine.lifecycle.model_state_memory import ModelStates
 from allennlp_deepspeed.launch import error_messages
 from allennlp_deepspeed.launch.config_check import (
     check,
@@ -31,80 +32,68 @@ _RESOLUTION = "allennlp_deepspeed.config"
 _NUM_STEPS = "scheduler.params.total_num_steps"
 
 
-class Check:
+def run(args: argparse.Namespace) -> None:
     """
-    Command `allennlp deepspeed check`: refuses the configs that `allennlp train` would refuse, and
-    on request those that fail in the first steps.
+    Refuses the configs that `allennlp train` would refuse, and on request those that fail in
+    the first steps.
     """
-
-    def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
-        description = (
-            "Check a config as 'allennlp train' does, construct what it describes from a few "
-            "instances and without weights, and print the resolved DeepSpeed configuration, with "
-            "the sources of values that the config leaves unset. If keys are wrong, print one line "
-            "for each and exit with code 1."
-        )
-        subparser = parser.add_parser("check", description=description, help=description)
-        add_config(subparser)
-        subparser.add_argument(
-            "--try",
-            dest="tries",
-            action="store_true",
-            help="also train two steps with the first instances, in a temporary directory",
-        )
-        subparser.add_argument(
-            "--compare",
-            action="store_true",
-            help="also train some steps with 'gradient_descent', and compare losses, gradient "
-            "norms and weights. Exits with code 1 if they differ by more than rounding",
-        )
-        subparser.add_argument(
-            "--steps", type=_positive, default=10, help="number of steps to compare (default = 10)"
-        )
-        subparser.set_defaults(func=self.run)
-        return subparser
-
-    def run(self, args: argparse.Namespace) -> None:
-        with only_warnings():
-            params = error_messages.read(args.param_path, args.overrides)
-            normalize_sections(params)
-            fill_derived_keys(params)
-            check(params)
-            if not has_deepspeed_trainer(params.as_dict(quiet=True)):
-                raise ConfigurationError(
-                    "'trainer.type' isn't \"deepspeed\", and only configs with this trainer are "
-                    'checked: write it, or add -o \'{"trainer.type": "deepspeed"}\' to the '
-                    "command."
-                )
+    with only_warnings():
+        params = error_messages.read(args.param_path, args.overrides)
+        replaced = error_messages.replaced_sections(args.param_path, params.as_dict(quiet=True))
+        try:
+            _check(params)
             dry_run = DryRun(params)
             constructed = dry_run.run()
-        filled = _FilledValues()
-        resolved = _resolved(params, filled)
-        print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")
-        print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
-        print(constructed, flush=True)
-        packages = getattr(args, "include_package", None) or []
-        if not args.tries:
-            try:
-                check_devices(params.as_dict(quiet=True))
-            except ConfigurationError as error:
-                print(f"Not for this machine: {error.message}")
-            print("Not checked without --try: the first steps, and names in 'validation_metric'.")
+        except ConfigurationError as error:
+            raise ConfigurationError("\n".join([error.message, *replaced])) from error
+        states = None if dry_run.model is None else _states(params, dry_run)
+    filled = _FilledValues()
+    resolved = _resolved(params, filled)
+    print(f"{args.param_path} is valid. Resolved DeepSpeed configuration:")
+    print(json.dumps(resolved, indent=2), *filled.lines, sep="\n")
+    print(constructed, *(f"Warning: {line}." for line in replaced), sep="\n", flush=True)
+    config: Dict[str, Any] = params.as_dict(quiet=True)
+    packages = getattr(args, "include_package", None) or []
+    if not args.tries and not args.overfit:
+        try:
+            check_devices(config)
+            if states is not None:
+                for line in lacking_memory(config, states):
+                    print(f"Warning: {line}.")
+        except ConfigurationError as error:
+            print(f"Not for this machine: {error.message}")
+        metrics = "" if dry_run.metrics else ", and names in 'validation_metric'"
+        print(f"Not checked without --try: the first steps{metrics}.")
+    else:
+        num_instances = resolved["train_batch_size"]
+        states = states or _states(params, dry_run)
+        trial = Trial(
+            params, packages, num_instances, states, dry_run.vocabulary, args.steps or NUM_STEPS
+        )
+        if args.overfit:
+            trial.overfit()
         else:
-            with only_warnings():
-                states = Estimator(params, model=dry_run.model).states_of_config()
-            num_instances = resolved["train_batch_size"]
-            Trial(params, packages, num_instances, states, dry_run.vocabulary).run()
-        if args.compare:
-            comparison = Comparison(params, packages, resolved, args.steps, dry_run.vocabulary)
-            if not comparison.run():
-                sys.exit(1)
+            trial.run()
+    if args.compare:
+        comparison = Comparison(params, packages, resolved, args.steps or 10, dry_run.vocabulary)
+        if not comparison.run():
+            sys.exit(1)
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of steps: write 1 or more")
-    return int(text)
+def _check(params: Params) -> None:
+    """Checks the keys of a config as `allennlp train` does, and completes it."""
+    normalize_sections(params)
+    fill_derived_keys(params)
+    check(params)
+    if not has_deepspeed_trainer(params.as_dict(quiet=True)):
+        raise ConfigurationError(
+            "'trainer.type' isn't \"deepspeed\", and only configs with this trainer are checked: "
+            'write it, or add -o \'{"trainer.type": "deepspeed"}\' to the command.'
+        )
+
+
+def _states(params: Params, dry_run: DryRun) -> ModelStates:
+    return Estimator(params, model=dry_run.model).states_of_config()
 
 
 class _FilledValues(logging.Handler):

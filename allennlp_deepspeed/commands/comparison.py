@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from statistics import median
@@ -198,7 +199,11 @@ class Comparison:
             }
         else:
             trainer["cuda_device"] = self._devices[0]
-        return {**config, "trainer": trainer}
+        # Schedules read the number of steps of an epoch from it.
+        loader = dict(config["data_loader"])
+        if loader.get("batches_per_epoch"):
+            loader["batches_per_epoch"] *= len(self._ranks) // num_workers
+        return {**config, "trainer": trainer, "data_loader": loader}
 
     def _comparable_callbacks(self, callbacks: List[Any]) -> List[Any]:
         """
@@ -249,6 +254,9 @@ class Comparison:
         try:
             process.join()
         finally:
+            # Its workers, too, which it can't end when it is killed.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
         if process.exitcode != 0:
@@ -259,7 +267,7 @@ class Comparison:
 
     def _notes(self, directory: Path) -> List[str]:
         """Returns what differs between the trainings for a reason, and what was made equal."""
-        end = torch.load(directory / f"{_PLAIN}_end.pt", weights_only=False)
+        end = _read(directory, _PLAIN, "end")
         notes = []
         if self._precisions:
             notes.append(f"left out: {self._precisions[0]}, whose rounding hides faults")
@@ -268,10 +276,7 @@ class Comparison:
         if end["num_dropouts"]:
             notes.append(f"dropout is turned off in {end['num_dropouts']} modules")
         if end["draws"]:
-            notes.append(
-                "the model draws random numbers, from the same seed in each step: a layer that "
-                "draws them in another order differs"
-            )
+            notes.append("the model draws random numbers, from the same seed for each batch")
         num_batches = self._num_micro_batches * len(self._ranks)
         is_auto = self._resolved["gradient_accumulation_steps"] == AUTO
         if num_batches > 1 and (end["averages_over_tokens"] or is_auto):
@@ -297,6 +302,7 @@ def _train_in_process(
     environment: Dict[str, str],
 ) -> None:
     """Trains in this process, which prints into a file, and writes why it fails into another."""
+    os.setpgrp()
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # when the command is killed
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -319,7 +325,7 @@ def _print_table(directory: Path, num_steps: int) -> bool:
     """
     Prints the differences of each step, and the verdict. Returns whether they are of rounding.
     """
-    ends = [torch.load(directory / f"{run}_end.pt") for run in (_PLAIN, _OWN)]
+    ends = [_read(directory, run, "end") for run in (_PLAIN, _OWN)]
     starts = [_read(directory, run, 0)["values"] for run in (_PLAIN, _PERTURBED)]
     # The weights were perturbed: what counts is how much else they have changed.
     offsets = {name: starts[1][name] - start for name, start in starts[0].items()}
@@ -377,6 +383,14 @@ def _print_table(directory: Path, num_steps: int) -> bool:
                 f"and by {noise.get(first, math.inf):.1e} if weights are perturbed."
             )
     times = [f"{median(of_run):.3g} s" for of_run in list(zip(*seconds[1:] or seconds))[:2]]
+    # Own ones are those of rank 0. One process draws those of all ranks.
+    draws, own_draws = (end["draws"] for end in ends)
+    is_random = bool(draws) != bool(own_draws) or not own_draws.items() <= draws.items()
+    if verdict and is_random:
+        verdict = (
+            "No verdict: the model draws other random numbers in each training. Turn its random "
+            f"layers off to compare. {verdict}"
+        )
     memory = [decimal(end["memory"]) for end in ends]
     print(
         f"A step takes {times[0]} and {times[1]}, rank 0 at most {memory[0]} and {memory[1]}.",
@@ -400,6 +414,6 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> Tuple[float, float
     return float(difference.max()), float(difference.mean())
 
 
-def _read(directory: Path, run: str, step: int) -> Dict[str, Any]:
-    recorded: Dict[str, Any] = torch.load(directory / f"{run}_{step}.pt", weights_only=True)
+def _read(directory: Path, run: str, name: Any) -> Dict[str, Any]:
+    recorded: Dict[str, Any] = torch.load(directory / f"{run}_{name}.pt", weights_only=True)
     return recorded

@@ -8,21 +8,24 @@ import copy
 import io
 import logging
 import os
+import re
 import tempfile
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 from unittest import mock
 
+import torch
+from allennlp.commands.train import TrainModel
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.common.meta import META_NAME, Meta
 from allennlp.common.tqdm import Tqdm
-from allennlp.data import DataLoader, DatasetReader, Vocabulary
+from allennlp.data import DataLoader, DatasetReader, Instance, Vocabulary
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME
 from allennlp.nn import InitializerApplicator
 from allennlp.training.callbacks import TrainerCallback
-from allennlp.training.checkpointer import Checkpointer
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
@@ -30,16 +33,28 @@ from allennlp.training.optimizers import Optimizer
 from allennlp.training.util import make_vocab_from_params
 from typing_extensions import override
 
+from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.commands.forward_pass import MAX_PARAMETERS, ForwardPass
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.json_types import as_json
+from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
+from allennlp_deepspeed.config.json_types import as_json, is_count, is_integer, values_in
+from allennlp_deepspeed.config.key_validation import did_you_mean, nearest, unregistered
+from allennlp_deepspeed.config.keys_of_others import advice
 from allennlp_deepspeed.config.settings import registered_name
+from allennlp_deepspeed.engine.lifecycle.activation_checkpointing import checkpoint_modules
 from allennlp_deepspeed.launch import construction_errors, error_messages, unmatched_patterns
-from allennlp_deepspeed.launch.config_check import has_known_train_loop
+from allennlp_deepspeed.launch.config_check import has_known_train_loop, worker_devices
+from allennlp_deepspeed.launch.config_warnings import unknown_metrics, warnings_about
 from allennlp_deepspeed.meta_model import construct_without_weights
-from allennlp_deepspeed.training.construction import freeze
+from allennlp_deepspeed.reports.console_handler import is_routine
+from allennlp_deepspeed.training.construction import default_learning_rate, freeze
 
 NUM_INSTANCES = 64
 """The number of instances of each file that are read."""
+
+_MAX_INITIALIZED = 1_000_000  # elements
+
+_MAX_LENGTH = 300  # characters of a warning
 
 # For schedules. The number of steps of an epoch isn't known without reading all data.
 _NUM_STEPS = 1_000
@@ -62,11 +77,14 @@ class DryRun:
         self._errors = ConfigErrors()
         self._constructed: List[str] = []
         self._skipped: List[str] = []
-        self._warnings: List[str] = []
+        self._warnings: List[str] = warnings_about(self._config)
+        self._defaults: List[str] = []
         self._initializers: Dict[str, InitializerApplicator] = {}
         self._has_all_instances = True
         self.model: Optional[Model] = None
         self.vocabulary: Optional[Vocabulary] = None
+        # The names of the metrics of a validation, if they are known.
+        self.metrics: Optional[Set[str]] = None
 
     def run(self) -> str:
         """
@@ -83,22 +101,34 @@ class DryRun:
             With a line for each error.
         """
         if not has_known_train_loop(self._config):
+            loop, loops = self._config["type"], TrainModel.list_available()
+            if loop not in loops and "." not in str(loop):
+                raise ConfigurationError(unregistered("type", loop, loops))
             return (
                 "Nothing was constructed, because 'type' (top level) is a train loop of your own."
             )
-        with tempfile.TemporaryDirectory() as directory, _quiet():
-            # Parts of the user's read it, such as wandb-allennlp's callback.
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            _quiet(self._warnings),
+            construction_errors.checked_lists(),
+        ):
+            # Parts of the user's read what a training has there, such as wandb-allennlp's callback.
             self._params.to_file(os.path.join(directory, CONFIG_NAME))
-            vocabulary = self._make_vocabulary(
-                self._make_loaders(self._make_readers(directory)), directory
-            )
+            Meta.new().to_file(os.path.join(directory, META_NAME))
+            loaders = self._make_loaders(self._make_readers(directory))
+            vocabulary = self._make_vocabulary(loaders, directory)
             if vocabulary is not None:
                 self.model = self._construct_model(vocabulary, directory)
+                vocabulary.save_to_files(os.path.join(directory, "vocabulary"))
             self._construct_parts(self.model, directory)
+            if loaders and vocabulary is not None and not self._errors.lines:
+                self._run_forward(loaders, vocabulary, directory)
         self._errors.raise_any()
         text = f"Constructed: {', '.join(self._constructed)}."
         text += "".join(f"\nNot constructed: {reason}." for reason in self._skipped)
-        return text + "".join(f"\nWarning: {warning}." for warning in dict.fromkeys(self._warnings))
+        text += "".join(f"\n{line}" for line in self._defaults)
+        warnings = dict.fromkeys(self._warnings)
+        return text + "".join(f"\nWarning: {w}{'' if w.endswith('?') else '.'}" for w in warnings)
 
     def _make_readers(self, directory: str) -> Dict[str, DatasetReader]:
         readers = {}
@@ -170,17 +200,67 @@ class DryRun:
         instances = [instance for name in chosen for instance in read[name]]
         with self._collect("vocabulary"):
             section = self._section("vocabulary") if "vocabulary" in self._config else Params({})
-            vocabulary = Vocabulary.from_params(section, instances=instances)
+            vocabulary = Vocabulary.from_params(section.duplicate(), instances=instances)
             self._constructed.append("vocabulary")
             for name, loader in loaders.items():
                 section_name = "data_loader"
                 if name != "train" and self._config.get("validation_data_loader") is not None:
                     section_name = "validation_data_loader"
+                loader.index_with(vocabulary)
                 with self._collect(section_name):
-                    loader.index_with(vocabulary)
-                    next(iter(loader))
+                    # Those that are read may be too few for a batch.
+                    if next(iter(loader), None) is None and self._has_all_instances:
+                        raise ConfigurationError("no batch is full: write a smaller batch size")
+            if "non_padded_namespaces" in section.params:
+                self._warnings += _padded_labels(vocabulary, instances)
             return vocabulary
         return None
+
+    def _run_forward(
+        self, loaders: Dict[str, DataLoader], vocabulary: Vocabulary, directory: str
+    ) -> None:
+        """Runs the model on the first instances, if that takes seconds."""
+        assert self.model is not None  # or there are errors
+        if sum(parameter.numel() for parameter in self.model.parameters()) > MAX_PARAMETERS:
+            return
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # construction has told its warnings
+        try:
+            forward = ForwardPass(self._params, vocabulary, directory)
+            try:
+                forward.train(loaders["train"])
+            except Exception as error:
+                problem = forward.describe(error)
+                if problem is None:
+                    if max(worker_devices(self._config)) < 0:
+                        self._warnings.append(
+                            "the first forward pass, with random weights and no callbacks, fails: "
+                            + " ".join(construction_errors.shortened(error).split())[:_MAX_LENGTH]
+                        )
+                    return
+                if self._has_all_instances or self.vocabulary is vocabulary:
+                    self._errors.add(problem)
+                    for warning in warnings_about(self._config):  # one may be the cause
+                        self._errors.add(f"Warning: {warning}.")
+                    return
+                # A size may be that of a vocabulary of all instances.
+                self.vocabulary = self._vocabulary_of_all_instances(directory)
+                for loader in loaders.values():
+                    loader.index_with(self.vocabulary)
+                self._run_forward(loaders, self.vocabulary, directory)
+                return
+            if "validation" in loaders:
+                self.metrics = forward.metrics(loaders["validation"])
+                self._warnings += unknown_metrics(self._config["trainer"], self.metrics)
+        except Exception:
+            return  # of a model that can't be constructed on the CPU, or of its metrics
+        finally:
+            logging.disable(disabled)
+
+    def _vocabulary_of_all_instances(self, directory: str) -> Vocabulary:
+        return make_vocab_from_params(
+            self._params.duplicate(), os.path.join(directory, "all_instances")
+        )
 
     def _construct_initializers(self, section: Any, path: str) -> None:
         """Constructs the initializers of a model, which is constructed without them."""
@@ -196,7 +276,7 @@ class DryRun:
 
     def _construct_model(self, vocabulary: Vocabulary, directory: str) -> Optional[Model]:
         self._construct_initializers(self._config["model"], "model")
-        with self._collect("model"):
+        with self._collect("model"), self._find_unknown_namespaces(vocabulary):
             try:
                 model = construct_without_weights(self._params, vocabulary, directory)
             except ConfigurationError as error:
@@ -204,14 +284,17 @@ class DryRun:
                 if self._has_all_instances or cause is None or construction_errors.explain(cause):
                     raise
                 # A constructor may look up a label that only later instances have.
-                self.vocabulary = make_vocab_from_params(
-                    self._params.duplicate(), os.path.join(directory, "all_instances")
-                )
+                self.vocabulary = self._vocabulary_of_all_instances(directory)
                 model = construct_without_weights(self._params, self.vocabulary, directory)
                 self._constructed.append("vocabulary of all instances, which the model needs")
+            trainer = self._config["trainer"]
             with self._errors.collect():
-                freeze(model, self._config["trainer"].get("no_grad") or [])
+                freeze(model, trainer.get("no_grad") or [])
+            if trainer.get("activation_checkpointing"):
+                with self._errors.collect():
+                    checkpoint_modules(model, trainer["activation_checkpointing"])()
             self._apply_initializers(model)
+            self._compare_lengths(model)
             size = sum(parameter.numel() for parameter in model.parameters())
             self._constructed.append(
                 f"model (without weights; with this vocabulary it has {size:,} parameters)"
@@ -219,10 +302,46 @@ class DryRun:
             return model
         return None
 
+    @contextmanager
+    def _find_unknown_namespaces(self, vocabulary: Vocabulary) -> Iterator[None]:
+        """Context manager that warns of sizes of namespaces that the data don't have."""
+        known, size = vocabulary.get_namespaces(), vocabulary.get_vocab_size
+
+        def checked_size(namespace: str = "tokens") -> int:
+            if namespace not in vocabulary.get_namespaces():
+                self._warnings.append(
+                    f'the model asks for the size of the vocabulary\'s namespace "{namespace}", '
+                    f"which has no entries: the data have {', '.join(sorted(known)) or 'none'}"
+                )
+            return size(namespace)
+
+        with mock.patch.object(vocabulary, "get_vocab_size", checked_size):
+            yield
+
+    def _compare_lengths(self, model: Model) -> None:
+        """Warns of transformers with fewer positions than the tokens that they are given."""
+        for name, module in model.named_modules():
+            length = getattr(module, "_max_length", None)
+            config = getattr(getattr(module, "transformer_model", None), "config", None)
+            positions = getattr(config, "max_position_embeddings", None)
+            if is_count(length) and is_count(positions) and length > positions > 0:
+                self._warnings.append(
+                    f"the embedder '{name}' has a \"max_length\" of {length}, but its transformer "
+                    f"{positions} positions"
+                )
+
     def _apply_initializers(self, model: Model) -> None:
-        """Finds the patterns of initializers that match no parameter, without initializing any."""
+        """
+        Finds the patterns of initializers that match no parameter, and initializers that fail for
+        each that they match, with tensors of the same sizes.
+        """
         for path, initializer in self._initializers.items():
-            initializer._initializers = [(p, _keep) for p, _ in initializer._initializers]  # type: ignore[misc]
+            initializers = initializer._initializers
+            results: List[List[Optional[Exception]]] = [[] for _ in initializers]
+            initializer._initializers = [
+                (pattern, partial(_try, initialize, found))  # type: ignore[misc]
+                for (pattern, initialize), found in zip(initializers, results)
+            ]
             # That of a part sees the names in the part, which may be any module.
             modules = [model] if path == "model" else list(model.modules())
             unmatched = []
@@ -231,22 +350,32 @@ class DryRun:
                     initializer(module)
                 unmatched.append(lines)
             self._warnings += [line for line in unmatched[0] if all(line in u for u in unmatched)]
+            for i, found in enumerate(results):
+                error = found[0] if found and None not in found else None
+                if error is not None:
+                    reason = construction_errors.shortened(error)
+                    section = f"{path}.initializer.regexes.{i}.1"
+                    named = (
+                        f"'{key}' is {as_json(value)}"
+                        for key, value in values_in(self._config)
+                        if key.startswith(f"{section}.")
+                        for word in (key.rpartition(".")[2], value)
+                        if isinstance(word, str) and re.search(rf"\b{re.escape(word)}\b", reason)
+                    )
+                    self._errors.add(f"{next(named, repr(section))}: {reason}")
 
     @contextmanager
     def _find_unmatched(self) -> Iterator[List[str]]:
         """Context manager that yields the list of warnings of patterns that match no parameter."""
-        disabled = logging.root.manager.disable
-        logging.disable(logging.INFO)
-        try:
-            with unmatched_patterns.named(self._config, shows=False) as lines:
-                yield lines
-        finally:
-            logging.disable(disabled)
+        with unmatched_patterns.named(self._config, shows=False) as lines:
+            yield lines
 
     def _construct_parts(self, model: Optional[Model], directory: str) -> None:
         """Constructs the parts of the trainer."""
         trainer = self._config["trainer"]
-        self._construct("checkpointer", Checkpointer.from_params, serialization_dir=directory)
+        self._construct(
+            "checkpointer", DeepSpeedCheckpointer.from_params, serialization_dir=directory
+        )
         for number, callback in enumerate(trainer.get("callbacks") or []):
             with self._collect(f"trainer.callbacks.{number}"):
                 TrainerCallback.from_params(_params(callback), serialization_dir=directory)
@@ -259,8 +388,14 @@ class DryRun:
                 "optimizer", Optimizer.from_params, model_parameters=parameters
             )
         self._warnings += lines
+        if optimizer is not None:
+            self._warnings += _unknown_options(trainer["optimizer"], optimizer)
+        is_default = trainer.get("optimizer") is None
         if optimizer is None:
             optimizer = Optimizer.default(parameters)
+        section = DeepSpeedConfig.from_value(trainer.get("deepspeed_config")).config
+        if not (is_default and "optimizer" in section):
+            self._defaults += default_learning_rate(trainer, optimizer)
         self._construct(
             "learning_rate_scheduler",
             LearningRateScheduler.from_params,
@@ -299,24 +434,54 @@ class DryRun:
                     where = f"'{data_key}', {counted[-1]}" if counted else f"'{data_key}'"
                     self._errors.add(f"{where}: {construction_errors.shortened(error)}")
                     return
+                if isinstance(error, re.error):
+                    for path, value in values_in(self._config):
+                        if value == error.pattern:
+                            text = f"'{path}' is {as_json(value)}, which is no regular expression"
+                            self._errors.add(f"{text}: {error.msg}")
+                            return
                 for line in construction_errors.describe(error, section):
                     self._errors.add(line)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager without AllenNLP's progress bars and warnings."""
-    disabled, bar = logging.root.manager.disable, Tqdm.tqdm
-    logging.disable(logging.WARNING)
-    try:
-        with mock.patch.object(Tqdm, "tqdm", staticmethod(partial(bar, disable=True))):
-            yield
-    finally:
-        logging.disable(disabled)
+def _quiet(warnings: List[str]) -> Iterator[None]:
+    """
+    Context manager without AllenNLP's progress bars, that adds what is logged as a warning to a
+    list. A message that is logged for each of several values is added once.
+    """
+    seen: Set[Tuple[str, Any]] = set()
+
+    def collect(logger: logging.Logger, record: logging.LogRecord) -> None:
+        is_ours = record.name.startswith("allennlp_deepspeed")
+        is_new = (record.name, record.msg) not in seen
+        if record.levelno >= logging.WARNING and is_new and not is_ours and not is_routine(record):
+            seen.add((record.name, record.msg))
+            warnings.append(" ".join(record.getMessage().split())[:_MAX_LENGTH].rstrip("."))
+
+    bar = Tqdm.tqdm
+    with (
+        mock.patch.object(logging.Logger, "callHandlers", collect),
+        mock.patch.object(Tqdm, "tqdm", staticmethod(partial(bar, disable=True))),
+    ):
+        yield
 
 
-def _keep(tensor: Any, **kwargs: Any) -> None:
-    """Initializer that keeps a tensor as it is."""
+def _try(
+    initialize: Callable[..., None],
+    results: List[Optional[Exception]],
+    tensor: torch.Tensor,
+    **kwargs: Any,
+) -> None:
+    """Initializer that keeps a tensor as it is, and appends the error of another one."""
+    error = None
+    if tensor.numel() <= _MAX_INITIALIZED:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                initialize(torch.empty(tensor.shape), **kwargs)
+        except Exception as raised:
+            error = raised
+    results.append(error)
 
 
 def _params(value: Any) -> Params:
@@ -324,8 +489,10 @@ def _params(value: Any) -> Params:
 
 
 def _in_this_process(params: Params) -> Params:
-    """Returns the section of a data loader without worker processes."""
-    params.params.pop("num_workers", None)
+    """Returns the section of a data loader without worker processes, and for the CPU."""
+    for key in ("num_workers", "cuda_device"):
+        if is_integer(params.params.get(key)) and params.params[key] >= 0:
+            del params.params[key]
     return params
 
 
@@ -337,6 +504,29 @@ def _limit(reader: DatasetReader) -> None:
         for inner in value.values() if isinstance(value, dict) else [value]:
             if isinstance(inner, DatasetReader):
                 _limit(inner)
+
+
+def _padded_labels(vocabulary: Vocabulary, instances: List[Instance]) -> Iterator[str]:
+    """Yields a warning for each namespace of labels that has entries that are no labels."""
+    for name, field in instances[0].fields.items() if instances else ():
+        namespace = getattr(field, "_label_namespace", None)
+        if namespace is not None and vocabulary.is_padded(namespace):
+            yield (
+                f"'vocabulary.non_padded_namespaces' lacks \"{namespace}\", the namespace of the "
+                f'field "{name}": {vocabulary._padding_token} and {vocabulary._oov_token} are '
+                'classes, too. Add it, or "*labels" and "*tags", which are the default'
+            )
+
+
+def _unknown_options(section: Any, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yields a warning for each key of `parameter_groups` that is like one of the optimizer's."""
+    groups = section.get("parameter_groups") if isinstance(section, dict) else None
+    for i, (_, options) in enumerate(groups or []):
+        for key in options:
+            known = list(optimizer.defaults)
+            if key not in known and (nearest(key, known) or advice(key)):
+                path = f"trainer.optimizer.parameter_groups.{i}.1.{key}"
+                yield f"'{path}' is no key of the optimizer's: {did_you_mean(key, known)}"
 
 
 class _CountedFile(io.TextIOWrapper):

@@ -40,20 +40,9 @@ _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _COLOUR = re.compile(r"\x1b\[\d*m")
 
 
-class Env:
-    """Command `allennlp deepspeed env`: prints the environment for a bug report."""
-
-    def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
-        description = (
-            "Print the environment for a bug report: versions, plugin files, relevant environment "
-            "variables (without secrets), and the output of torch.utils.collect_env and ds_report."
-        )
-        subparser = parser.add_parser("env", description=description, help=description)
-        subparser.set_defaults(func=self.run)
-        return subparser
-
-    def run(self, args: argparse.Namespace) -> None:
-        print(report())
+def run(args: argparse.Namespace) -> None:
+    """Prints the environment for a bug report."""
+    print(report())
 
 
 def report() -> str:

@@ -10,7 +10,6 @@ from typing import Any, Dict, Iterator, List, Optional
 
 import psutil
 import torch
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
@@ -40,71 +39,19 @@ _NOTE = (
 )
 
 
-class EstimateMemory:
-    """Command `allennlp deepspeed estimate`: estimates the memory of a model before training."""
-
-    def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
-        description = (
-            "Print the bytes of weights, gradients and optimizer states of a config's model per "
-            "rank, for each ZeRO stage and offload option, which of these fit, and the "
-            "'deepspeed_config' of the fastest one that fits. Needs no GPU and no compiler, and "
-            "loads no pretrained weights."
+def run(args: argparse.Namespace) -> None:
+    """Estimates the memory of a model before training."""
+    with only_warnings():
+        estimator = Estimator(error_messages.read(args.param_path, args.overrides), args.workers)
+        estimate = estimator.estimate(
+            gpu_memory=args.gpu_memory or _gpu_memory(),
+            cpu_memory=args.cpu_memory or psutil.virtual_memory().total,
+            nvme_memory=args.nvme_memory or _free_space(estimator.nvme_paths),
         )
-        subparser = parser.add_parser("estimate", description=description, help=description)
-        add_config(subparser)
-        subparser.add_argument(
-            "--workers",
-            type=_positive,
-            help="number of workers (default = that of the config)",
-        )
-        subparser.add_argument(
-            "--gpu-memory",
-            type=_bytes,
-            help="memory of each GPU, such as 80GB or 40GiB (default = that of this machine's GPU)",
-        )
-        subparser.add_argument(
-            "--cpu-memory",
-            type=_bytes,
-            help="CPU memory of each node (default = that of this machine)",
-        )
-        subparser.add_argument(
-            "--nvme-memory",
-            type=_bytes,
-            help="free space on the NVMe device of each node (default = the free space at the "
-            "config's 'nvme_path', or else in the current directory)",
-        )
-        subparser.add_argument(
-            "--json", action="store_true", help="print JSON, with sizes in bytes"
-        )
-        subparser.set_defaults(func=self.run)
-        return subparser
-
-    def run(self, args: argparse.Namespace) -> None:
-        with only_warnings():
-            estimator = Estimator(
-                error_messages.read(args.param_path, args.overrides), args.workers
-            )
-            estimate = estimator.estimate(
-                gpu_memory=args.gpu_memory or _gpu_memory(),
-                cpu_memory=args.cpu_memory or psutil.virtual_memory().total,
-                nvme_memory=args.nvme_memory or _free_space(estimator.nvme_paths),
-            )
-        if args.json:
-            print(json.dumps(_values(estimate), indent=2))
-        else:
-            _print(estimate)
-
-
-def add_config(subparser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a command that reads a config as 'allennlp train' does."""
-    subparser.add_argument("param_path", type=str, help="path of the config file")
-    subparser.add_argument(
-        "-o",
-        "--overrides",
-        type=str,
-        default="",
-        help="JSON with changes to the config, as for 'allennlp train'",
-    )
+    if args.json:
+        print(json.dumps(_values(estimate), indent=2))
+    else:
+        _print(estimate)
 
 
 @contextmanager
@@ -247,22 +194,3 @@ def _free_space(folders: List[str]) -> int:
     """
     there = [folder for folder in folders if os.path.isdir(folder)] or [os.curdir]
     return min(shutil.disk_usage(folder).free for folder in there)
-
-
-def _bytes(text: str) -> int:
-    try:
-        # A number without a unit would be bytes, which is never intended.
-        num_bytes = TypeAdapter(ByteSize).validate_python("" if text.isdigit() else text)
-    except ValidationError:
-        num_bytes = ByteSize(0)
-    if num_bytes <= 0:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a size: write 80GB, 40GiB or 40960MB, for example"
-        )
-    return int(num_bytes)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of workers: write 1 or more")
-    return int(text)

@@ -18,6 +18,7 @@ from allennlp_deepspeed.config.global_batch import fill_batch_size
 from allennlp_deepspeed.config.json_types import as_json
 from allennlp_deepspeed.config.schema_validation import AUTO
 from allennlp_deepspeed.config.settings import ResolvedConfig
+from allennlp_deepspeed.engine.gradient_synchronizer import STEP
 from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
     CUDA_CONTEXT,
     NCCL_COMMUNICATOR,
@@ -27,13 +28,11 @@ from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
     model_states,
     optimizer_bytes,
 )
-from allennlp_deepspeed.engine.optimizers.cpu_counterparts import registered_class
-from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer
+from allennlp_deepspeed.engine.optimizers.optimizer_check import check_optimizer, registered_class
 from allennlp_deepspeed.engine.parameters.model_check import check_model
 from allennlp_deepspeed.launch import train_command
 from allennlp_deepspeed.meta_model import construct_without_weights
 from allennlp_deepspeed.training.construction import freeze
-from allennlp_deepspeed.training.reduction_schedule import STEP
 
 
 @dataclass(frozen=True)
@@ -275,7 +274,7 @@ class Estimator:
                 {key: value for key, value in config.items() if key != "train_batch_size"}
             ).resolve(self._settings_for(placement))
             check_model(self._model, resolved)
-            check_optimizer(self._optimizer, resolved, device_type)
+            check_optimizer(self._optimizer, resolved, self._settings.world_size)
         except ConfigurationError as error:
             return PlacementEstimate(placement, pasted, problem=str(error))
         states = self._states(resolved)

@@ -4,9 +4,11 @@ Callback that records the steps of a short training, so that several can be comp
 
 import itertools
 import time
+import zlib
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -70,7 +72,9 @@ class RecordingCallback(TrainerCallback):
         self._noise = noise
         self._rank, self._world_size = 0, 1
         self._step = 0
-        self._notes: Dict[str, Any] = {"draws": False, "unused": []}
+        self._numbers: Iterator[int] = iter(())
+        # "draws": for each batch with which the model draws random numbers, the state after it.
+        self._notes: Dict[str, Any] = {"draws": {}, "unused": []}
 
     @override
     def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
@@ -91,6 +95,7 @@ class RecordingCallback(TrainerCallback):
             self._perturb(trainer.model)
         self._notes["num_dropouts"] = _turn_off_dropout(trainer.model)
         self._notes["averages_over_tokens"] = averages_over_tokens(trainer.model)
+        trainer.batch_outputs = partial(self._seed_and_call, trainer.batch_outputs)
         self._record(trainer, is_primary)
 
     @override
@@ -109,7 +114,6 @@ class RecordingCallback(TrainerCallback):
             return
         losses = [float(outputs["loss"]) for outputs in batch_outputs]
         seconds = time.perf_counter() - self._time
-        self._notes["draws"] |= _random_state() != self._random_state
         loss = dist_reduce_sum(sum(losses) / len(losses)) / self._world_size
         norm = float("nan") if batch_grad_norm is None else float(batch_grad_norm)
         if not self._is_first:
@@ -133,7 +137,17 @@ class RecordingCallback(TrainerCallback):
 
     def _batches(self, trainer: Any) -> List[Any]:
         """Returns the batches of this rank: those of the data loader, or those that it recorded."""
-        if not self._is_first:
+        # Each with its number, which is the same in all trainings.
+        numbered: List[Tuple[int, Any]] = []
+        if self._is_first:
+            num_ranks = len(self._ranks)
+            # The ranks of a sequence read the same.
+            numbers = itertools.count(self._rank * num_ranks // self._world_size, num_ranks)
+            count = self._num_batches
+            while more := list(itertools.islice(trainer.data_loader, count - len(numbered))):
+                numbered += zip(numbers, more)
+            torch.save(numbered, self._directory / f"batches_{self._rank}.pt")
+        else:
             ranks = self._ranks if self._world_size == 1 else [self._ranks[self._rank]]
             each = [
                 torch.load(
@@ -145,23 +159,16 @@ class RecordingCallback(TrainerCallback):
             ]
             # Of a step first all micro-batches of a rank, then those of the next.
             size = trainer._num_gradient_accumulation_steps // len(ranks)
-            starts = range(0, self._num_batches, size)
-            return [
-                b for start in starts for of_rank in each for b in of_rank[start : start + size]
-            ]
-        batches: List[Any] = []
-        is_empty = False
-        while len(batches) < self._num_batches and not is_empty:
-            more = list(itertools.islice(trainer.data_loader, self._num_batches - len(batches)))
-            is_empty = not more
-            batches += more
-        torch.save(batches, self._directory / f"batches_{self._rank}.pt")
-        return batches
+            for start in range(0, self._num_batches, size):
+                for of_rank in each:
+                    numbered += of_rank[start : start + size]
+        self._numbers = iter([number for number, _ in numbered])
+        return [batch for _, batch in numbered]
 
     def _weights(self, trainer: Any, is_primary: bool) -> Optional[Dict[str, Any]]:
         """Returns the full fp32 weights on rank 0. Every rank must call it."""
         if self._is_first:
-            return full_state_dict(trainer.engine, keep=is_primary)
+            return full_state_dict(trainer.wrapped_model.shards, keep=is_primary)
         return trainer.model.state_dict() if is_primary else None
 
     def _perturb(self, model: torch.nn.Module) -> None:
@@ -184,30 +191,45 @@ class RecordingCallback(TrainerCallback):
         if weights is not None:
             values = {**values, **_sample(weights)}
             torch.save({"values": values, "seconds": seconds}, self._path(self._step))
-        # So that random layers draw the same numbers in each run.
-        torch.manual_seed(self._step * self._world_size + self._rank)
-        self._random_state = _random_state()
         self._time = time.perf_counter()
+
+    def _seed_and_call(self, batch_outputs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward pass in which random layers draw the numbers of its batch."""
+        # There are more passes than batches if the trainer divides a batch.
+        number = next(self._numbers, -1)
+        torch.manual_seed(number)
+        before = _random_state()
+        outputs = batch_outputs(*args, **kwargs)
+        if (after := _random_state()) != before:
+            self._notes["draws"][number] = after
+        return outputs
 
     def _path(self, name: Any) -> Path:
         return self._directory / f"{self._run}_{name}.pt"
 
 
-def _random_state() -> bytes:
-    state = torch.get_rng_state()
+def _random_state() -> int:
+    """Returns a checksum of the states of random number generators."""
+    states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
-        state = torch.cat([state, torch.cuda.get_rng_state()])
-    return state.numpy().tobytes()
+        states.append(torch.cuda.get_rng_state())
+    return zlib.crc32(torch.cat(states).numpy().tobytes())
 
 
 def _turn_off_dropout(model: torch.nn.Module) -> int:
     """Sets the probabilities of dropout to 0. Returns the number of modules that had another."""
     count = 0
     for module in model.modules():
-        name = "p" if isinstance(module, _DropoutNd) else "dropout"
-        if isinstance(module, (_DropoutNd, torch.nn.RNNBase)) and getattr(module, name) > 0:
+        names = [
+            name
+            for name, value in vars(module).items()
+            if ("drop" in name or (name == "p" and isinstance(module, _DropoutNd)))
+            and isinstance(value, float)
+            and value > 0
+        ]
+        for name in names:
             setattr(module, name, 0.0)
-            count += 1
+        count += bool(names)
     return count
 
 

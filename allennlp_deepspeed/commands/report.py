@@ -6,41 +6,17 @@ from allennlp.common.checks import ConfigurationError
 from allennlp_deepspeed import files
 
 
-class Report:
-    """
-    Command `allennlp deepspeed report`: writes an HTML page of one or several runs.
-    """
+def run(args: argparse.Namespace) -> None:
+    """Writes an HTML page of one or several runs."""
+    # Imported here, because its dependencies are optional.
+    from allennlp_deepspeed.report_page.page import page
 
-    def add_subparser(self, parser: argparse._SubParsersAction) -> argparse.ArgumentParser:
-        description = (
-            "Write an HTML page (works offline) with the curves, checkpoints, warnings and "
-            "configs of one or several runs. Prints its path."
-        )
-        subparser = parser.add_parser("report", description=description, help=description)
-        subparser.add_argument(
-            "serialization_dirs",
-            nargs="+",
-            metavar="serialization_dir",
-            help="serialization directory of a run; several are compared",
-        )
-        subparser.add_argument(
-            "--output",
-            type=str,
-            help="output file (default = report.html in the first directory)",
-        )
-        subparser.set_defaults(func=self.run)
-        return subparser
-
-    def run(self, args: argparse.Namespace) -> None:
-        # Imported here, because its dependencies are optional.
-        from allennlp_deepspeed.report_page.page import page
-
-        path = Path(args.output or Path(args.serialization_dirs[0]) / "report.html")
-        if args.output is not None:
-            _check_output(path)
-        html = page(args.serialization_dirs)
-        files.write(html, str(path))
-        print(path)
+    path = Path(args.output or Path(args.serialization_dirs[0]) / "report.html")
+    if args.output is not None:
+        _check_output(path)
+    html = page(args.serialization_dirs)
+    files.write(html, str(path))
+    print(path)
 
 
 def _check_output(path: Path) -> None:

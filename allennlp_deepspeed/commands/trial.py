@@ -4,6 +4,7 @@ workers.
 """
 
 import json
+import math
 import os
 import re
 import resource
@@ -33,12 +34,27 @@ from allennlp_deepspeed.commands.estimate import only_warnings
 from allennlp_deepspeed.engine.lifecycle.model_state_memory import ModelStates
 from allennlp_deepspeed.launch import error_messages
 from allennlp_deepspeed.launch.train_command import worker_devices
-from allennlp_deepspeed.training.trainer import HOW_TO_CONTINUE
+from allennlp_deepspeed.training.validation import HOW_TO_CONTINUE
 from allennlp_deepspeed_import_hook import temporary_directory
 
-_NUM_STEPS = 2
+NUM_STEPS = 2
+"""The number of steps of a trial by default."""
 
 _SECONDS_BETWEEN_LINES = 0.2
+
+_EVENTS = "events.jsonl"
+
+# Of the first loss.
+_OVERFITTED = 0.1
+
+_MOST_LOSSES = 10  # on a line
+
+# The key that an error of a training is about, if the error doesn't name it.
+_KEYS = {
+    "for early stopping": "trainer.validation_metric",
+    "(?i)nan loss|infinite gradients": "trainer.optimizer.lr",
+    "out of memory": "data_loader.batch_size",
+}
 
 # Keys of 'distributed' that are about several nodes.
 _OF_NODES = (
@@ -48,7 +64,7 @@ _OF_NODES = (
 )
 
 # Names in the file of events.
-_STARTED, _STEP, _EPOCH, _ENDED = "started", "step", "epoch", "ended"
+_STARTED, _STEP, _VALIDATION, _EPOCH, _ENDED = "started", "step", "validation", "epoch", "ended"
 
 
 class TrialCallback(TrainerCallback):
@@ -69,6 +85,7 @@ class TrialCallback(TrainerCallback):
     def __init__(self, serialization_dir: str, path: str) -> None:
         super().__init__(serialization_dir)
         self._path = path
+        self._validates = False
 
     @override
     def on_start(self, trainer: Any, is_primary: bool = True, **kwargs: Any) -> None:
@@ -80,6 +97,9 @@ class TrialCallback(TrainerCallback):
     ) -> None:
         if is_training:
             self._write(is_primary, _STEP)
+        elif not self._validates:
+            self._write(is_primary, _VALIDATION)
+        self._validates = not is_training
 
     @override
     def on_epoch(  # type: ignore[override]
@@ -89,8 +109,11 @@ class TrialCallback(TrainerCallback):
         self._write(is_primary, _EPOCH, metrics=values)
 
     @override
-    def on_end(self, trainer: Any, *args: Any, is_primary: bool = True, **kwargs: Any) -> None:
-        self._write(is_primary, _ENDED, memory=peak_memory())
+    def on_end(  # type: ignore[override]
+        self, trainer: Any, metrics: Any = None, *args: Any, is_primary: bool = True, **kwargs: Any
+    ) -> None:
+        if metrics is not None:  # not after an error
+            self._write(is_primary, _ENDED, memory=peak_memory())
 
     def _write(self, is_primary: bool, name: str, **values: Any) -> None:
         if is_primary:
@@ -107,7 +130,7 @@ def peak_memory() -> int:
 
 class Trial:
     """
-    Training of two steps, a validation, a checkpoint, its resumption and the archive.
+    Training of some steps, a validation, a checkpoint, its resumption and the archive.
 
     # Parameters
 
@@ -121,6 +144,7 @@ class Trial:
         The estimated model states of a rank, for comparison with the peak.
     vocabulary : `Vocabulary`, optional (default = `None`)
         `None` for the vocabulary of the instances that the trial reads.
+    num_steps : `int`, optional (default = `2`)
     """
 
     def __init__(
@@ -130,10 +154,12 @@ class Trial:
         instances_per_step: int,
         states: ModelStates,
         vocabulary: Optional[Vocabulary] = None,
+        num_steps: int = NUM_STEPS,
     ) -> None:
         self._config: Dict[str, Any] = deepcopy(params.as_dict(quiet=True))
         self._include_package = include_package
-        self._num_instances = _NUM_STEPS * instances_per_step
+        self._instances_per_step = instances_per_step
+        self._num_steps = num_steps
         self._states = states
         self._vocabulary = vocabulary
 
@@ -146,15 +172,8 @@ class Trial:
         `ConfigurationError`
             If a stage fails, with its name and the error.
         """
-        print(f"Trying {_NUM_STEPS} steps in a temporary directory:", flush=True)
-        with only_warnings():
-            limit(self._config, self._num_instances)
-        self._compare_with_free_memory()
-        with tempfile.TemporaryDirectory(dir=temporary_directory.path()) as directory:
-            if self._vocabulary is not None:
-                path = os.path.join(directory, "vocabulary")
-                self._vocabulary.save_to_files(path)
-                self._config["vocabulary"] = {"type": "from_files", "directory": path}
+        print(f"Trying {self._num_steps} steps in a temporary directory:", flush=True)
+        with self._directory(self._num_steps) as directory:
             self._train(directory, num_epochs=1, recover=False)
             if self._config["trainer"].get("checkpointer", {}) is None:
                 print_lines("resumption: none, because 'trainer.checkpointer' is null")
@@ -163,27 +182,67 @@ class Trial:
             self._train(directory, num_epochs=2, recover=True)
             print_lines(f"resumption from the checkpoint, with another epoch: {_since(start)}")
 
-    def _compare_with_free_memory(self) -> None:
-        """Says before the trial that it may be killed, which nothing says after it."""
-        devices = worker_devices(self._config)
-        needed = len(devices) * self._states.cpu.total
-        if all(device < 0 for device in devices):
-            needed += len(devices) * self._states.gpu.total
-        free = psutil.virtual_memory().available
-        if needed > free:
+    def overfit(self) -> None:
+        """
+        Trains with the same batch in each step, and prints its loss, which should go to 0.
+
+        # Raises
+
+        `ConfigurationError`
+            If a stage fails, or the reader can't be limited to a batch.
+        """
+        print(f"Training {self._num_steps} steps with the same batch:", flush=True)
+        trainer = self._config["trainer"]
+        for key in ("validation_data_path", "test_data_path", "evaluate_on_test"):
+            self._config.pop(key, None)
+        for key in (
+            "learning_rate_scheduler",
+            "momentum_scheduler",
+            "validation_metric",
+            "patience",
+        ):
+            trainer.pop(key, None)
+        trainer["checkpointer"] = None
+        if isinstance(self._config["data_loader"], dict):
+            self._config["data_loader"].pop("batches_per_epoch", None)
+        with self._directory(1) as directory:
+            if "max_instances" not in self._config["dataset_reader"]:
+                raise ConfigurationError("--overfit needs a 'dataset_reader' with 'max_instances'.")
+            self._train(directory, num_epochs=self._num_steps, recover=False, shows=False)
+            events = _read(Path(directory) / _EVENTS)
+        losses = [e["metrics"]["training_loss"] for e in events if e["name"] == _EPOCH]
+        lines = [f"{i + 1}: {losses[i]:.4g}" for i in _shown(len(losses))]
+        print_lines(f"loss by step: {', '.join(lines)}")
+        if losses[-1] > _OVERFITTED * losses[0]:
             print_lines(
-                f"'estimate' counts {decimal(needed)} of model states for {len(devices)} workers, "
-                f"and {decimal(free)} of CPU memory are free: the system may kill it"
+                f"the loss is above {_OVERFITTED:.0%} of the first: try more --steps, another "
+                "'trainer.optimizer.lr', or look for labels that the inputs don't tell apart"
             )
 
-    def _train(self, directory: str, num_epochs: int, recover: bool) -> None:
+    @contextmanager
+    def _directory(self, num_steps: int) -> Iterator[str]:
+        """Context manager that limits the config, and yields a temporary directory."""
+        with only_warnings():
+            limit(self._config, num_steps * self._instances_per_step)
+        print_lines(*lacking_memory(self._config, self._states))
+        with tempfile.TemporaryDirectory(dir=temporary_directory.path()) as directory:
+            if self._vocabulary is not None:
+                path = os.path.join(directory, "vocabulary")
+                self._vocabulary.save_to_files(path)
+                self._config["vocabulary"] = {"type": "from_files", "directory": path}
+            yield directory
+
+    def _train(
+        self, directory: str, num_epochs: int, recover: bool, shows: Optional[bool] = None
+    ) -> None:
         """Trains, and prints a line for each stage when it ends, unless that is a resumption."""
-        path = Path(directory) / "events.jsonl"
+        path = Path(directory) / _EVENTS
+        shows = not recover if shows is None else shows
         path.unlink(missing_ok=True)
         try:
             with (
                 output_to(Path(directory) / "output.txt") as console,
-                nullcontext() if recover else _printing(_Stages(path, self._states), console),
+                _printing(_Stages(path, self._states), console) if shows else nullcontext(),
             ):
                 train_command.train_model(
                     Params(self._limited(str(path), num_epochs)),
@@ -193,7 +252,10 @@ class Trial:
                 )
         except Exception as error:
             stage = "resumption" if recover else _stage(_read(path))
-            raise ConfigurationError(f"The trial failed in its {stage}: {reason(error)}") from error
+            why = reason(error)
+            key = next((key for pattern, key in _KEYS.items() if re.search(pattern, why)), None)
+            why += f" (see '{key}')" if key is not None and key not in why else ""
+            raise ConfigurationError(f"The trial failed in its {stage}: {why}") from error
 
     def _limited(self, path: str, num_epochs: int) -> Dict[str, Any]:
         """Returns the config with few epochs and the callback."""
@@ -235,6 +297,42 @@ def limit(config: Dict[str, Any], num_instances: int) -> None:
             config[name] = limited
         else:
             print_lines(f"'{name}' has no 'max_instances': an epoch has all instances of its files")
+
+
+def lacking_memory(config: Dict[str, Any], states: ModelStates) -> List[str]:
+    """
+    Compares the model states of a rank with the memory of the devices that this machine has.
+
+    # Returns
+
+    `List[str]`
+        A sentence for each device with too little memory.
+    """
+    lines: List[str] = []
+    devices = worker_devices(config)
+    num_workers = len(devices) // (config.get("distributed") or {}).get("num_nodes", 1)
+    is_on_cpu = all(device < 0 for device in devices)
+    needed = num_workers * (states.cpu.total + (states.gpu.total if is_on_cpu else 0))
+    free = psutil.virtual_memory().available
+    if needed > free:
+        lines.append(
+            f"'estimate' counts {decimal(needed)} of model states for {num_workers} workers, and "
+            f"{decimal(free)} of CPU memory are free: the system may kill it"
+        )
+    for device in sorted({device for device in devices if 0 <= device < torch.cuda.device_count()}):
+        has = torch.cuda.get_device_properties(device).total_memory
+        if states.gpu.total > has:
+            lines.append(
+                f"'estimate' counts {decimal(states.gpu.total)} of model states for a worker, and "
+                f"GPU {device} has {decimal(has)}"
+            )
+    return lines
+
+
+def _shown(count: int) -> List[int]:
+    """Returns up to ten indices, with the first and the last."""
+    step = max(1, math.ceil(count / (_MOST_LOSSES - 1)))
+    return sorted({*range(0, count, step), count - 1})
 
 
 class _Stages:
@@ -337,29 +435,30 @@ def _read(path: Path) -> List[Dict[str, Any]]:
 
 def _stage(events: List[Dict[str, Any]]) -> str:
     """Returns the stage after the last event."""
-    last = events[-1]["name"] if events else None
+    names = [event["name"] for event in events]
+    num_steps = names.count(_STEP)
     return {
         None: "construction of data, model and engine",
         _STARTED: "first training step",
-        _STEP: "training or validation",
+        _STEP: "second training step" if num_steps == 1 else "training or validation",
+        _VALIDATION: "validation",
         _EPOCH: "checkpoint",
-        # Callbacks are told of the end after an error, too.
-        _ENDED: "training, checkpoint, evaluation or archive",
-    }[last]
+        _ENDED: "evaluation or archive",
+    }[names[-1] if names else None]
 
 
 def reason(error: BaseException) -> str:
     """Returns why a training in a temporary directory, which is removed, has failed."""
     # That of a worker of AllenNLP's has the traceback as its message.
     is_of_worker = isinstance(error, ProcessRaisedException)
-    text = _in_a_line(str(error) if is_of_worker else error_messages.explanation(error))
+    text = in_a_line(str(error) if is_of_worker else error_messages.explanation(error))
     return re.sub(r"\s*\(Full traceback: .*?\)", "", text).partition(HOW_TO_CONTINUE)[0]
 
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
-def _in_a_line(text: str) -> str:
+def in_a_line(text: str) -> str:
     """Returns the error of a traceback, and the last line of the user's code in it."""
     frames = list(_FRAME.finditer(text))
     if not frames:

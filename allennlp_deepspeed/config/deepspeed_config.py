@@ -91,7 +91,8 @@ class DeepSpeedConfig(Registrable):
             )
         # A name with a dot is the path of a class, as everywhere in AllenNLP.
         if name not in presets and ("." not in name or name.endswith(".json")):
-            hint = did_you_mean(name, presets)
+            # Lightning's strategies, such as "deepspeed_stage_2_offload".
+            hint = did_you_mean(name.replace("deepspeed_stage_", "zero_"), presets)
             if name.endswith(".json"):
                 hint = f'to read a file write `import "{name}"`, without quotes around the whole'
             raise ConfigurationError(f"'{ROOT}' is \"{name}\", which is not a preset: {hint}")

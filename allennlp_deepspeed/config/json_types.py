@@ -34,16 +34,28 @@ def is_count(value: Any, minimum: int = 0, maximum: int = 2**53) -> TypeGuard[in
 
 
 def unquoted(value: Any) -> str:
-    """Returns advice for a number that is written as a string, and "" for any other value."""
-    try:
-        number = float(value) if isinstance(value, str) else None
-    except ValueError:
-        number = None
-    if number is None or not math.isfinite(number):
+    """
+    Returns advice for a number, true, false or null that is written as a string, and "" for any
+    other value.
+    """
+    if not isinstance(value, str):
         return ""
-    return f", {int(number) if number == int(number) else number} without quotes"
+    text = OF_PYTHON.get(value.strip(), value.strip().lower())
+    try:
+        number = float(text)
+    except ValueError:
+        return f"; write {text} without quotes" if text in OF_PYTHON.values() else ""
+    if not math.isfinite(number):
+        return ""
+    return f"; write {int(number) if number == int(number) else number} without quotes"
+
+
+OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""Names of Python, by which JSON's are often written."""
+
+OF_YAML = {"yes": "true", "on": "true", "no": "false", "off": "false", "nil": "null"}
 
 
 def as_json(value: Any) -> str:
     """Formats a value as in a config."""
-    return json.dumps(value, default=repr)
+    return json.dumps(value, default=lambda part: getattr(part, "params", None) or repr(part))

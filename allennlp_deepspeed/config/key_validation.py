@@ -4,33 +4,52 @@ Declares the valid values of config keys, and explains wrong keys and values.
 
 import difflib
 import re
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union, get_args
+from dataclasses import MISSING, dataclass, fields, replace
+from operator import getitem
+from typing import (
+    Annotated,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Tuple,
+    Union,
+    get_args,
+    get_type_hints,
+)
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.json_types import as_json
+from allennlp_deepspeed.config.json_types import as_json, unquoted
 from allennlp_deepspeed.config.keys_of_others import advice, replacement_of_type
 
 
 def nearest(name: str, known: List[str]) -> Optional[str]:
     """Returns the known name that is most similar to an unknown one, `None` if none is similar."""
     spellings = {spelling.lower(): spelling for spelling in known}
-    return next(map(spellings.get, difflib.get_close_matches(name.lower(), spellings, n=1)), None)
+    similar = difflib.get_close_matches(name.lower(), spellings, n=1)
+    # Such as "linear" of "linear_with_warmup".
+    similar += [each for each in spellings if len(name) > 2 and each.startswith(name.lower())]
+    return next(map(spellings.get, similar), None)
+
+
+_MOST_NAMES = 60
 
 
 def did_you_mean(
     name: str, known: List[str], page: str = "https://www.deepspeed.ai/docs/config-json"
 ) -> str:
     """
-    Returns the end of a message about an unknown name: the nearest known name, all names of a short
-    list, or the `page` that lists them.
+    Returns the end of a message about an unknown name: the nearest known name, all names of a list
+    that isn't too long, or the `page` that lists them.
     """
     meant = nearest(name, known)
     if meant:
         return f'did you mean "{meant}"?'
-    if len(known) <= 20:
+    if len(known) <= _MOST_NAMES:
         return f"choose from {', '.join(sorted(known))}"
     return f"see {page}"
 
@@ -86,7 +105,7 @@ def explain(error: Any, value: Any) -> Tuple[List[str], str]:
         return keys, " is set twice: by its name and by an alias"
     if isinstance(error["input"], (dict, BaseModel)):
         return keys, f": {message}"
-    return keys, f" is {as_json(error['input'])}: {message}"
+    return keys, f" is {as_json(error['input'])}: {message}{unquoted(error['input'])}"
 
 
 def _keys_in(value: Any, location: Tuple[Any, ...]) -> Iterator[str]:
@@ -102,14 +121,12 @@ def _keys_in(value: Any, location: Tuple[Any, ...]) -> Iterator[str]:
 @dataclass(frozen=True)
 class Key:
     """
-    Declaration of a config key.
+    Declaration of a config key: in the `Annotated` type of a field of a dataclass, and completed
+    from that field by `declared_keys`.
 
     # Parameters
 
-    type : `Any`
-        The type of its value, which pydantic checks without conversion.
-    default : `Any`
-    doc : `str`
+    doc : `str`, optional (default = `""`)
         Its documentation for the reference, in Markdown.
     advice : `str`, optional (default = pydantic's message)
         The end of the message about a value of another type.
@@ -117,14 +134,19 @@ class Key:
         Raises a `ConfigurationError` for values that are wrong but have the right type.
     may_change : `Union[bool, Tuple[str, ...]]`, optional (default = `False`)
         Whether a resumed run may change it, or the keys in it that may change.
+    type : `Any`, optional (default = the field's type)
+        The type of its value in a config file, which pydantic checks without conversion. `Any` for
+        an object that checks itself.
+    default : `Any`, optional (default = the field's default, or `None`)
+        Its default in a config file.
     """
 
-    type: Any
-    default: Any
-    doc: str
+    doc: str = ""
     advice: Optional[str] = None
     check: Callable[[Any], None] = lambda value: None
     may_change: Union[bool, Tuple[str, ...]] = False
+    type: Any = ...
+    default: Any = ...
 
     def problems(self, path: str, value: Any) -> Dict[str, str]:
         """Returns a message for each value in `value` that has a wrong type, by path."""
@@ -135,7 +157,7 @@ class Key:
             for details in error.errors():
                 keys, text = explain(details, value)
                 if not keys and self.advice is not None:
-                    text = f" is {as_json(value)}: {self.advice}"
+                    text = f" is {as_json(value)}: {self.advice}{unquoted(value)}"
                 where = ".".join([path, *keys])
                 if details["type"] == "extra_forbidden":
                     hint = did_you_mean(keys[-1], self._names())
@@ -152,8 +174,32 @@ class Key:
         return [name for type_ in types for name in getattr(type_, "__annotations__", {})]
 
 
-# A constructed object, which checks its own value.
-OBJECT = Any
+def declared_keys(section: Any) -> Dict[str, Key]:
+    """
+    Returns the keys that the fields of a dataclass declare, by name.
+
+    # Parameters
+
+    section : `Any`, required.
+        A dataclass.
+    """
+    hints = get_type_hints(section, include_extras=True)
+    keys: Dict[str, Key] = {}
+    for field in fields(section):
+        of_value, *annotations = get_args(hints[field.name]) or [None]
+        for key in annotations:
+            if isinstance(key, Key):
+                constraints = [other for other in annotations if other is not key]
+                default = None if field.default is MISSING else field.default
+                keys[field.name] = replace(
+                    key,
+                    type=getitem(Annotated, (of_value, key, *constraints))
+                    if key.type is ...
+                    else key.type,
+                    default=default if key.default is ... else key.default,
+                )
+    return keys
+
 
 FORMER_KEYS: Dict[str, str] = {
     "trainer.shard_within": "write 'trainer.reshard_after_micro_batch' (false for 1, true for "

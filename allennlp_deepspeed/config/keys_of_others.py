@@ -10,7 +10,10 @@ _TOP_LEVEL = ""
 _CALLBACKS = "write 'trainer.callbacks', with AllenNLP 2's `TrainerCallback`"
 _TENSORBOARD = "\"tensorboard\" in 'trainer.callbacks'"
 _MISMATCHED = '"pretrained_transformer_mismatched", with "model_name"'
-_TRANSFORMER_KEYS = {"pretrained_model": 'write "model_name"'}
+_TRANSFORMER_KEYS = {
+    "pretrained_model": 'write "model_name"',
+    "model_name": f'write "type": {_MISMATCHED}',
+}
 
 _KEYS: Dict[str, Dict[str, str]] = {
     _TOP_LEVEL: {
@@ -19,6 +22,10 @@ _KEYS: Dict[str, Dict[str, str]] = {
         "cuda_device": "write 'trainer.cuda_device', or 'distributed.cuda_devices' for several "
         "workers",
         "vocabulary_params": "write 'vocabulary'",
+        "reader": "write 'dataset_reader'",
+        "dev_data_path": "write 'validation_data_path'",
+        "include_package": "add --include-package to the command",
+        **{name: f"write 'dataset_reader.{name}'" for name in ("tokenizer", "token_indexers")},
     },
     "distributed": {
         "master_address": "write 'distributed.primary_address'",
@@ -28,9 +35,12 @@ _KEYS: Dict[str, Dict[str, str]] = {
         "lazy": "remove it (to read in each epoch: 'data_loader.max_instances_in_memory')",
         "cache_directory": "remove it",
     },
-    "tokenizer": dict.fromkeys(
-        ("word_splitter", "word_filter", "word_stemmer"), "remove it, or register a tokenizer"
-    ),
+    "tokenizer": {
+        **dict.fromkeys(
+            ("word_splitter", "word_filter", "word_stemmer"), "remove it, or register a tokenizer"
+        ),
+        "model_name": 'write "type": "pretrained_transformer", too',
+    },
     "token_indexers": {
         **_TRANSFORMER_KEYS,
         **dict.fromkeys(
@@ -50,6 +60,7 @@ _KEYS: Dict[str, Dict[str, str]] = {
         **_TRANSFORMER_KEYS,
         "requires_grad": 'write "train_parameters" (of "embedding": "trainable")',
         "top_layer_only": 'write "last_layer_only"',
+        "trainable": 'write "train_parameters"',
     },
     "trainer": {
         "num_serialized_models_to_keep": "write 'trainer.checkpointer.keep_most_recent_by_count'",
@@ -77,6 +88,11 @@ _KEYS: Dict[str, Dict[str, str]] = {
         "warmup": "remove it, and write 'trainer.learning_rate_scheduler.warmup_steps'",
         "max_grad_norm": "write 'trainer.grad_norm'",
         "infer_type_and_cast": "remove it",
+        "params": "write its keys in 'trainer.optimizer'",
+    },
+    "learning_rate_scheduler": {
+        "num_training_steps": "remove it (the trainer knows it)",
+        "t_initial": 'Hugging Face\'s "cosine" is "cosine_with_warmup" here',
     },
     "checkpointer": {
         "num_serialized_models_to_keep": 'write "keep_most_recent_by_count"',
@@ -109,7 +125,10 @@ _ANYWHERE: Dict[str, str] = {
     "batch_size": "write 'data_loader.batch_size'",
     "train_micro_batch_size_per_gpu": "write 'data_loader.batch_size'",
     "per_device_train_batch_size": "write 'data_loader.batch_size'",
-    "per_device_eval_batch_size": "write 'validation_data_loader.batch_size'",
+    **dict.fromkeys(
+        ("eval_batch_size", "per_device_eval_batch_size"),
+        "write 'validation_data_loader.batch_size'",
+    ),
     "num_train_epochs": "write 'trainer.num_epochs'",
     "max_epochs": "write 'trainer.num_epochs'",
     "max_steps": "write 'data_loader.batches_per_epoch', in micro-batches, and 'num_epochs'",
@@ -119,11 +138,24 @@ _ANYWHERE: Dict[str, str] = {
     "weight_decay": "write 'trainer.optimizer.weight_decay'",
     "warmup_steps": "write 'trainer.learning_rate_scheduler.warmup_steps'",
     "save_steps": "write 'trainer.checkpointer.save_every_num_batches'",
+    **dict.fromkeys(
+        ("save_top_k", "every_n_epochs"), "write 'trainer.checkpointer.keep_most_recent_by_count'"
+    ),
+    "every_n_train_steps": "write 'trainer.checkpointer.save_every_num_batches'",
+    "early_stopping_patience": "write 'trainer.patience'",
+    "monitor": "write 'trainer.validation_metric', such as \"-loss\"",
     "save_total_limit": "write 'trainer.checkpointer.keep_most_recent_by_count'",
+    "save_top_k": "write 'trainer.checkpointer.keep_best_by_count'",
     "logging_steps": "write 'trainer.log_every_num_steps'",
     "metric_for_best_model": "write 'trainer.validation_metric', such as \"+accuracy\"",
     "resume_from_checkpoint": "add --recover to the command, or write 'trainer.resume': \"auto\"",
-    "output_dir": "add -s to the command",
+    **dict.fromkeys(
+        ("default_root_dir", "output_dir", "serialization_dir"), "add -s to the command"
+    ),
+    "overwrite_output_dir": "add --force to the command",
+    "recover": "add --recover to the command",
+    "fast_dev_run": "add --try to `allennlp deepspeed check`",
+    "overfit_batches": "add --overfit to `allennlp deepspeed check`",
     "seed": "write 'random_seed', 'numpy_seed' and 'pytorch_seed' at the top level",
     "deepspeed": "write 'trainer.deepspeed_config'",
     "precision": "write 'trainer.use_amp': true, or \"bf16\" in 'trainer.deepspeed_config'",
@@ -138,10 +170,15 @@ _ANYWHERE: Dict[str, str] = {
     "dataloader_drop_last": "write 'data_loader.drop_last'",
     "group_by_length": "write \"bucket\" in 'data_loader.batch_sampler'",
     "limit_train_batches": "write 'dataset_reader.max_instances'",
-    "check_val_every_n_epoch": "write 'trainer.validation_interval'",
+    **dict.fromkeys(
+        ("check_val_every_n_epoch", "validation_interval"),
+        'write {"type": "should_validate_callback", "validation_interval": ...} in '
+        "'trainer.callbacks'",
+    ),
+    "limit_val_batches": "write 'validation_dataset_reader.max_instances'",
     "gradient_checkpointing": "write 'trainer.activation_checkpointing'",
     "report_to": 'write "wandb" or "tensorboard" in \'trainer.callbacks\'',
-    "logging_dir": "write \"tensorboard\" in 'trainer.callbacks'",
+    **dict.fromkeys(("logger", "logging_dir"), f"write {_TENSORBOARD}"),
     "run_name": 'write "name" of "wandb" in \'trainer.callbacks\'',
     "save_strategy": "write 'trainer.checkpointer.save_every_num_batches'",
     "num_nodes": "write 'distributed.num_nodes'",
@@ -149,13 +186,20 @@ _ANYWHERE: Dict[str, str] = {
     "label_smoothing_factor": "remove it (the model computes the loss)",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "write 'trainer.optimizer.betas'"),
     **dict.fromkeys(
-        ("accelerator", "devices", "strategy"),
+        ("accelerator", "devices", "gpus", "no_cuda", "use_cpu"),
         "write 'distributed.cuda_devices', such as [0, 1], or 'trainer.cuda_device'",
     ),
     **dict.fromkeys(
         ("eval_steps", "eval_strategy", "evaluation_strategy", "val_check_interval"),
-        "write 'data_loader.batches_per_epoch', because each epoch ends with a validation",
+        "write 'trainer.validate_every_num_batches', in optimizer steps",
     ),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config", "strategy"),
+        'write \'trainer.deepspeed_config\', such as "zero_2" or "zero_3"',
+    ),
+    "torch_dtype": 'write "bf16" or "fp16" in \'trainer.deepspeed_config\'',
+    "freeze": "write 'trainer.no_grad'",
+    "num_labels": "remove it (the vocabulary counts the labels)",
     "ddp_find_unused_parameters": 'write "find_unused_parameters" in \'trainer.deepspeed_config.'
     "zero_optimization'",
     "gradient_checkpointing_kwargs": "write 'trainer.activation_checkpointing'",
@@ -168,6 +212,9 @@ _ANYWHERE: Dict[str, str] = {
             *("label_names", "length_column_name", "load_best_model_at_end", "logging_strategy"),
             *("logging_first_step", "neftune_noise_alpha", "push_to_hub", "tf32"),
             *("remove_unused_columns", "torch_empty_cache_steps"),
+            *("benchmark", "deterministic", "enable_checkpointing", "enable_model_summary"),
+            *("enable_progress_bar", "local_rank", "min_epochs", "num_sanity_val_steps"),
+            *("sync_batchnorm", "world_size"),
         ),
         "remove it",
     ),
@@ -177,7 +224,10 @@ _REGEXES = 'write {"regexes": [...]}'
 _LISTS = {"initializer": _REGEXES, "regularizer": _REGEXES}
 
 _TYPES: Dict[str, Dict[str, str]] = {
-    "tokenizer": {"word": '"spacy"'},
+    "tokenizer": {
+        "word": '"spacy"',
+        "AutoTokenizer": '"pretrained_transformer", with "model_name"',
+    },
     "token_indexers": {
         "bert-pretrained": _MISMATCHED,
         "pos_tag": '"single_id" with "feature_name": "tag_"',
@@ -186,7 +236,19 @@ _TYPES: Dict[str, Dict[str, str]] = {
     },
     "token_embedders": {"bert-pretrained": _MISMATCHED},
     "trainer": {"callback": '"deepspeed"', "default": '"deepspeed"'},
+    "learning_rate_scheduler": dict.fromkeys(
+        ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"),
+        "it in 'trainer.deepspeed_config.scheduler', without 'trainer.learning_rate_scheduler'",
+    ),
+    "moving_average": {"ema": '"exponential"'},
     "callbacks": {
+        **dict.fromkeys(("early_stopping", "earlystopping"), "'trainer.patience'"),
+        **dict.fromkeys(("model_checkpoint", "modelcheckpoint"), "'trainer.checkpointer'"),
+        **dict.fromkeys(
+            ("learning_rate_monitor", "learningratemonitor", "lr_monitor", "progress_bar"),
+            "nothing (metrics.jsonl and the console have it)",
+        ),
+        **dict.fromkeys(("stochasticweightaveraging", "swa", "ema"), "'trainer.moving_average'"),
         "log_to_tensorboard": _TENSORBOARD,
         **dict.fromkeys(
             ("validate", "checkpoint", "track_metrics", "update_learning_rate"),
@@ -219,9 +281,11 @@ def replacement_of_list(path: str) -> Optional[str]:
 
 
 def replacement_of_type(path: str, name: str) -> Optional[str]:
-    """The same for the registered name of a section, `None` if it isn't one of AllenNLP 1."""
-    instead = _in_nearest(_TYPES, path.removesuffix(".type").split("."), name)
-    return None if instead is None else f"a name of AllenNLP 1; write {instead}"
+    """The same for the registered name of a section, or of a callback of another trainer."""
+    sections = path.removesuffix(".type").split(".")
+    of_others = name.lower().removesuffix("callback").strip("_")
+    instead = _in_nearest(_TYPES, sections, name) or _in_nearest(_TYPES, sections, of_others)
+    return None if instead is None else f"write {instead}"
 
 
 def _in_nearest(table: Dict[str, Dict[str, str]], sections: List[str], name: str) -> Optional[str]:

@@ -98,9 +98,10 @@ class _Scheduler(DeepSpeedConfigModel):
 # "false" is true.
 _Bool = Optional[StrictBool]
 _Int = Optional[int]
+_DTYPES = ("fp16", "float16", "half", "fp32", "float32", "float", "bf16", "bfloat16", "int8")
 _DType = Annotated[
     Optional[str],
-    _one_of(*(name for dtype in ds_config.DtypeEnum for name in dtype._all_values[1:])),
+    _one_of(*_DTYPES, *(f"torch.{name}" for name in _DTYPES if "float" in name or name == "int8")),
 ]
 
 

@@ -20,17 +20,20 @@ from typing import (
 )
 
 from allennlp.training.gradient_descent_trainer import GradientDescentTrainer
-from deepspeed.runtime import config as ds_config
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
 from allennlp_deepspeed.config.declared_keys import TRAINER_KEYS
 from allennlp_deepspeed.config.json_types import as_json, unquoted
-from allennlp_deepspeed.config.key_validation import did_you_mean, explain
+from allennlp_deepspeed.config.key_validation import did_you_mean, explain, nearest
+from allennlp_deepspeed.config.keys_of_others import advice
 from allennlp_deepspeed.config.schema import Schema
 from allennlp_deepspeed.config.unsupported_keys import UNSUPPORTED
-from allennlp_deepspeed.deepspeed_api import ZERO_OPTIMIZATION
+from allennlp_deepspeed.deepspeed_api import (
+    DeepSpeedConfigError,
+    EngineConfig,
+)
 
 AUTO = "auto"
 
@@ -132,21 +135,37 @@ def _explain_unknown(keys: Tuple[str, ...], known: List[str]) -> str:
     if "." in name:
         outer, _, inner = name.partition(".")
         return f' has a dot in its name: write "{outer}": {{"{inner}": ...}}'
-    removed = {
-        (): ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS,
-        (ZERO_OPTIMIZATION,): ds_config._REMOVED_ZERO_CONFIG_KEYS,
-    }.get(tuple(sections), {})
     instead = _INSTEAD.get(".".join(keys))
-    if name in removed:
-        return f": {removed[name]} " + (f"Write {instead}." if instead else "Remove the key.")
+    removed = _why_removed(keys)
+    if removed is not None:
+        return f": {removed} " + (f"Write {instead}." if instead else "Remove the key.")
     if instead is not None:
         return f" is unknown: write {instead}"
-    places = [] if sections else _sections_with(name)
+    if "params" in known and sections:
+        return ' is unknown: write it in "params"'
+    places = [] if sections and nearest(name, known) else _sections_with(name)
     if places:
         return f" is unknown at this level: move it into {' or '.join(map(as_json, places))}"
     if not sections and name in _KEYS_OF_TRAINER:
         return " is unknown: it is a key of 'trainer'; move it up one level"
-    return f" is unknown: {did_you_mean(name, known)}"
+    if sections and name in _fields(Schema):
+        return f" is unknown at this level: write '{ROOT}.{name}'"
+    hint = advice(f"{ROOT}.{'.'.join(keys)}")
+    return f" is unknown: {hint or did_you_mean(name, known)}"
+
+
+def _why_removed(keys: Tuple[str, ...]) -> Optional[str]:
+    """Returns what DeepSpeed says of a key that it had once."""
+    config: Any = None
+    for key in reversed(keys):
+        config = {key: config}
+    try:
+        EngineConfig({"train_batch_size": 1, **config})
+    except DeepSpeedConfigError as error:
+        return str(error)
+    except Exception:  # of any other key
+        return None
+    return None
 
 
 def find_key_paths(name: str) -> List[str]:

@@ -1,14 +1,11 @@
-"""
-Collects the settings that DeepSpeed's configuration is filled from: keys of the trainer, which
-`declared_keys` declares, and facts of the data, the optimizer and the machine.
-"""
+"""Collects the settings that DeepSpeed's configuration is filled from."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Dict, Optional, Union
 
 import torch
 
-from allennlp_deepspeed.config.declared_keys import TRAINER_KEYS
+from allennlp_deepspeed.config.declared_keys import EngineKeys
 from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig
 
 DEFAULT_TYPE = "of the default type"
@@ -24,71 +21,47 @@ def registered_name(component: Any) -> Optional[str]:
     return component
 
 
-@dataclass
-class TrainerSettings:
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings(EngineKeys):
     """
-    Settings of the AllenNLP side, from a config file or from objects. `None` means unset.
+    Settings of the AllenNLP side, from a config file or from objects: keys of the trainer, and
+    facts of the data, the optimizer and the machine. `None` means unset.
 
     # Parameters
 
-    num_gradient_accumulation_steps : `Union[int, str]`, optional (default = `None`)
-        A number or "auto".
-    global_batch_size : `int`, optional (default = `None`)
-    gradient_synchronization : `str`, optional (default = `"auto"`)
-    grad_norm : `Union[float, bool]`, optional (default = `None`)
-        `False` and 0 mean no clipping.
-    use_amp : `bool`, optional (default = `None`)
-    grad_scaling : `bool`, optional (default = `True`)
-    half_precision_autocast : `Union[bool, str]`, optional (default = `"auto"`)
     optimizer : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP optimizer.
     learning_rate : `float`, optional (default = `None`)
         The learning rate of the AllenNLP optimizer.
     learning_rate_scheduler : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP scheduler.
-    moving_average : `Any`, optional (default = `None`)
-        Any value, or `None` if there is no moving average.
     micro_batch_size : `int`, optional (default = `None`)
         The data loader's batch size. `None` if it is unknown or varies.
     num_epochs : `int`, optional (default = `None`)
     batches_per_epoch : `int`, optional (default = `None`)
         The length of an epoch in micro-batches.
     world_size : `int`, optional (default = `1`)
-    sequence_parallel_size : `int`, optional (default = `1`)
     device_type : `str`, optional (default = `"cpu"`)
         "cpu" or "cuda".
     bf16_supported : `bool`, optional (default = `True`)
         Whether the device supports bf16.
     serialization_dir : `str`, optional (default = `None`)
-    reshard_after_micro_batch : `Union[bool, str]`, optional (default = `"auto"`)
-    sequence_tiling : `Dict[str, Any]`, optional (default = `None`)
-    torch_compile : `Union[bool, Dict[str, Any]]`, optional (default = `None`)
     workers_per_node : `int`, optional (default = `None`)
         `None` if it is unknown.
+
+    All others are [`EngineKeys`](./declared_keys.py).
     """
 
-    num_gradient_accumulation_steps: Union[int, str, None] = None
-    global_batch_size: Optional[int] = None
-    gradient_synchronization: str = TRAINER_KEYS["gradient_synchronization"].default
-    grad_norm: Union[float, bool, None] = None
-    use_amp: Optional[bool] = None
-    grad_scaling: bool = TRAINER_KEYS["grad_scaling"].default
-    half_precision_autocast: Union[bool, str] = TRAINER_KEYS["half_precision_autocast"].default
     optimizer: Optional[str] = None
     learning_rate: Optional[float] = None
     learning_rate_scheduler: Optional[str] = None
-    moving_average: Any = None
     micro_batch_size: Optional[int] = None
     num_epochs: Optional[int] = None
     batches_per_epoch: Optional[int] = None
     world_size: int = 1
-    sequence_parallel_size: int = TRAINER_KEYS["sequence_parallel_size"].default
     device_type: str = "cpu"
     bf16_supported: bool = True
     serialization_dir: Optional[str] = None
-    reshard_after_micro_batch: Union[bool, str] = TRAINER_KEYS["reshard_after_micro_batch"].default
-    sequence_tiling: Any = None
-    torch_compile: Union[bool, Dict[str, Any], None] = None
     workers_per_node: Optional[int] = None
 
     @property
@@ -167,8 +140,7 @@ class TrainerSettings:
     @classmethod
     def _keys(cls, values: Dict[str, Any]) -> Dict[str, Any]:
         """Returns the trainer's keys that DeepSpeed's configuration depends on, unchanged."""
-        names = {field.name for field in fields(cls)} & set(TRAINER_KEYS) - {"optimizer"}
-        return {name: values.get(name, TRAINER_KEYS[name].default) for name in sorted(names)}
+        return {key.name: values.get(key.name, key.default) for key in fields(EngineKeys)}
 
 
 @dataclass(frozen=True)
@@ -199,8 +171,6 @@ class ResolvedConfig:
     offload_device : `str`
         The device of the optimizer states and the optimizer step: "cpu", "nvme" with the step on
         the CPU, or "none" for the device that the model trains on.
-    forces_cpu_optimizer : `bool`, optional
-        The value of `zero_force_ds_cpu_optimizer` in the config, `None` if it is unset.
     reshard_after_micro_batch : `Union[bool, str]`
         "auto" if it depends on the free memory. `True` at stages other than 3.
     reshard_in_evaluation : `Union[bool, str]`
@@ -220,7 +190,6 @@ class ResolvedConfig:
     has_optimizer: bool
     has_scheduler: bool
     offload_device: str
-    forces_cpu_optimizer: Optional[bool]
     reshard_after_micro_batch: Union[bool, str]
     reshard_in_evaluation: Union[bool, str]
     torch_compile: Optional[Dict[str, Any]]

@@ -6,7 +6,6 @@ creates it without an effect, so that the change is lost silently. So each funct
 that the attribute exists.
 """
 
-import glob
 import inspect
 from contextlib import contextmanager
 from functools import partial
@@ -176,6 +175,17 @@ def gradient_accumulation_dtype(optimizer: Any) -> torch.dtype:
     return _read(optimizer, "gradient_accumulation_dtype")
 
 
+def previous_gradient(optimizer: Any, parameter: Any) -> Optional[torch.Tensor]:
+    """
+    Returns what DeepSpeed adds later gradients of a step to: this rank's partition at stage 3, and
+    at stages 1 and 2 the gradient that it has accumulated on the CPU, `None` if there is none.
+    """
+    if is_sharded(parameter):
+        partitions = _read(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition")
+        return partitions[parameter.ds_id]
+    return optimizer.accumulated_grads_in_cpu.get(optimizer.get_param_id(parameter))
+
+
 def allow_plain_backward(engine: DeepSpeedEngine) -> None:
     """
     Lets an engine at stage 0 without a loss scale accept `loss.backward()` too. DeepSpeed's own
@@ -196,6 +206,16 @@ def fragment_mapping(parameter: Any) -> Any:
     optimizer updates, `None` if it updates none.
     """
     return _read(parameter, "_hp_mapping")
+
+
+def set_dtype_function() -> Callable[..., None]:
+    """Returns the method by which `zero.Init` sets the type of swapped parameters."""
+    return _read(zero.Init, "_set_dtype")
+
+
+def split_gradients_function(swapper: Any) -> Callable[..., Any]:
+    """Returns the method that splits gradients into those for files and those for memory."""
+    return _read(swapper, "_adjust_for_misaligned_lengths")
 
 
 def is_on_nvme(optimizer: Any, sub_group: int) -> bool:
@@ -436,30 +456,7 @@ def forget_modules(model: torch.nn.Module) -> None:
     inspect.getclosurevars(function).nonlocals["func"].cache_clear()
 
 
-# Reports and checkpoints.
-
-
-def set_saves_model_states(engine: DeepSpeedEngine, is_saved: bool) -> None:
-    """Sets whether this rank saves the model states, at stages 0 to 2."""
-    _set(engine, "save_non_zero_checkpoint", is_saved)
-
-
-def set_checkpoint_engine(engine: DeepSpeedEngine, checkpoint_engine: Any) -> None:
-    """Sets the checkpoint engine through which an engine writes and reads its files."""
-    _set(engine, "checkpoint_engine", checkpoint_engine)
-
-
-def read_literal_paths(engine: DeepSpeedEngine) -> ContextManager[Any]:
-    """
-    Context manager in which an engine finds checkpoints in any directory.
-
-    Works around DeepSpeed 0.19.8: `load_checkpoint` takes the path of the checkpoint for a pattern
-    of `glob`, and finds nothing in a directory such as `out[lr=0.1]`. Gone when it loads from one.
-    """
-    find = _read(engine, "_get_all_ckpt_names")
-    return replace_attributes(
-        engine, _get_all_ckpt_names=lambda path, tag: find(glob.escape(path), tag)
-    )
+# Other settings of the process.
 
 
 def disable_shared_memory_all_reduce(backend_module: Any) -> None:

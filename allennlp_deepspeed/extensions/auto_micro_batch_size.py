@@ -84,8 +84,7 @@ class AutoMicroBatchSize(StepExtension):
             "losses of micro-batches: remove the callback, or write a number of accumulation "
             "steps.",
         )
-        wrapped_model = context.wrapped_model
-        self._engine = wrapped_model.engine
+        wrapped_model = self._wrapped_model = context.wrapped_model
         self._share: int = wrapped_model.config.engine_config["train_micro_batch_size_per_gpu"]
         self._forward = context.forward
         # Sorted by length, the shortest first.
@@ -126,10 +125,10 @@ class AutoMicroBatchSize(StepExtension):
                 "each instance: write a number of accumulation steps."
             )
         if self._available_bytes is None:
-            self._available_bytes = available_for_activations(self._engine)
+            self._available_bytes = available_for_activations(self._wrapped_model)
         num_instances = num_examples(batch)
         max_instances, length = collectives.all_reduce_max(
-            [num_instances, _length(batch)], self._engine.device
+            [num_instances, _length(batch)], self._wrapped_model.engine.device
         )
         size = self._known_size(max_instances, length)
         if size is None:
@@ -196,7 +195,7 @@ class AutoMicroBatchSize(StepExtension):
             "The micro-batch size",
             forward,
             num_instances,
-            self._engine,
+            self._wrapped_model,
             retains_outputs=True,
             available_bytes=self._available_bytes,
         )

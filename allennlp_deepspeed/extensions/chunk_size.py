@@ -2,23 +2,20 @@
 Finds the largest chunk that fits into memory.
 """
 
-import copy
 import logging
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, List, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
+from allennlp_deepspeed.engine.parameters import free_memory
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
-from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.engine.process.random_states import random_states, set_random_states
 from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
-from allennlp_deepspeed.training import free_memory
+from allennlp_deepspeed.training.restored_state import restored_state
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ def find_chunk_size(
     name: str,
     encode: Callable[[int], Any],
     batch_size: int,
-    engine: DeepSpeedEngine,
+    wrapped_model: DeepSpeedWrappedModel,
     retains_outputs: bool = False,
     available_bytes: Optional[int] = None,
 ) -> int:
@@ -52,11 +49,11 @@ def find_chunk_size(
         Runs the model on copies of this number of examples, or of all if there are fewer.
     batch_size : `int`, required.
         The number of this rank's examples.
-    engine : `DeepSpeedEngine`, required.
-        The engine, whose gradients need memory too.
+    wrapped_model : `DeepSpeedWrappedModel`, required.
+        The model, whose gradients need memory too.
     retains_outputs : `bool`, optional (default = `False`)
         Whether the outputs of all examples stay in memory instead of those of a chunk only.
-    available_bytes : `int`, optional (default = `available_for_activations(engine)`)
+    available_bytes : `int`, optional (default = `available_for_activations(wrapped_model)`)
         Bytes of free memory.
 
     # Returns
@@ -64,9 +61,10 @@ def find_chunk_size(
     `int`
         The number of examples of a chunk.
     """
+    engine = wrapped_model.engine
     max_batch_size = _all_reduce_max(batch_size, engine)
     if available_bytes is None:
-        available_bytes = available_for_activations(engine)
+        available_bytes = available_for_activations(wrapped_model)
     size, (needed, result) = 1, _all_reduce_max(_activation_bytes(encode, 1, engine), engine)
     needed_by_one = needed
     if retains_outputs:
@@ -102,63 +100,30 @@ def find_chunk_size(
     return fitting
 
 
-@contextmanager
-def _restore_state(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Context manager that restores metrics, buffers, attributes, random states and the
-    `get_extra_state` of modules after forward passes.
-    """
-    random, modules = random_states(), list(model.modules())
-    buffers: List[Tuple[torch.nn.Module, str, Any, Any]] = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    user_states = [
-        (module, copy.deepcopy(module.get_extra_state()))
-        for module in model.modules()
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    ]
-    try:
-        with AttributeStates(model).restored():
-            yield
-    finally:
-        for module in modules:
-            for name in module._buffers.keys() - {n for m, n, *_ in buffers if m is module}:
-                delattr(module, name)
-        for module, name, buffer, value in buffers:
-            # An expanded buffer can't be written to.
-            if buffer is not None and not torch.equal(buffer, value):
-                buffer.copy_(value)
-            module._buffers[name] = buffer
-        for module, extra_state in user_states:
-            module.set_extra_state(extra_state)
-        set_random_states(random)
-
-
-def available_for_activations(engine: DeepSpeedEngine) -> int:
+def available_for_activations(wrapped_model: DeepSpeedWrappedModel) -> int:
     """
     Returns the bytes of memory that remain after what has been used so far, two full gradients, and
     the optimizer states that don't exist yet. Every rank must call it before its first backward
     pass, because later the activations of earlier steps count as used. All ranks get the same
     number.
     """
+    engine = wrapped_model.engine
     # Full gradients are in memory until they are reduced, and a second copy during the reduction.
     gradient = free_memory.full_gradient_bytes(
         (p for p in engine.module.parameters() if p.requires_grad), torch.float32
     )
-    reserved = 2 * gradient + _all_reduce_max(_unallocated_state_bytes(engine), engine)
+    reserved = 2 * gradient + _all_reduce_max(_unallocated_state_bytes(wrapped_model), engine)
     return free_memory.min_free_bytes(engine.device) - reserved
 
 
-def _unallocated_state_bytes(engine: DeepSpeedEngine) -> int:
+def _unallocated_state_bytes(wrapped_model: DeepSpeedWrappedModel) -> int:
     """Returns the bytes of optimizer states on this device that the first step will allocate."""
-    optimizer = engine.basic_optimizer
+    device, optimizer = wrapped_model.engine.device, wrapped_model.optimizer
     # Two values for each element, as for Adam, which has the largest states of PyTorch's.
     return sum(
         2 * shard.nbytes
-        for shard in Shards(engine).masters
-        if shard.device.type == engine.device.type and not optimizer.state.get(shard)
+        for shard in wrapped_model.shards.masters
+        if shard.device.type == device.type and not optimizer.state.get(shard)
     )
 
 
@@ -186,7 +151,7 @@ def _activation_bytes(
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     # Training passes have another order of modules, which DeepSpeed has to record at stage 3.
     with (
-        _restore_state(engine.module),
+        restored_state(engine.module),
         PrefetchTraces(engine).use("without a backward pass"),
         hooks,
     ):

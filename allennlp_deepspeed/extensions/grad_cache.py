@@ -14,9 +14,8 @@ from typing_extensions import override
 from allennlp_deepspeed.checkpoint.attribute_encoding import fingerprint
 from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
 from allennlp_deepspeed.config.structured_keys import AUTO, GradCacheSettings
-from allennlp_deepspeed.contrastive.contrastive_model import ContrastiveModel
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.lifecycle.profiler_ranges import BACKWARD, FORWARD, mark_phase, phase
+from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.random_states import (
     random_states,
@@ -25,6 +24,7 @@ from allennlp_deepspeed.engine.process.random_states import (
 )
 from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
 from allennlp_deepspeed.extensions.chunk_size import find_chunk_size
+from allennlp_deepspeed.models.contrastive.contrastive_model import ContrastiveModel
 from allennlp_deepspeed.training.callbacks import refuse_backward_callbacks
 from allennlp_deepspeed.training.chunking import (
     Chunk,
@@ -99,7 +99,7 @@ class GradCache(StepExtension):
         self._gradient_synchronizer = context.gradient_synchronizer
         self._forward_prepared = context.forward_prepared
         self._prepare = context.prepare
-        self._chunker = Chunker(settings, self._engine, self._encode)
+        self._chunker = Chunker(settings, context.wrapped_model, self._encode)
         self._prefetch_traces = PrefetchTraces(self._engine)
         # Whether the second passes of a batch have been compared with the first ones, and the
         # representations that differed.
@@ -120,7 +120,7 @@ class GradCache(StepExtension):
             raise ConfigurationError(
                 "'trainer.grad_cache' needs a model with `encode` and `contrastive_loss`, which "
                 f"{type(model).__name__} doesn't have: derive it from "
-                "`allennlp_deepspeed.contrastive.ContrastiveModel`, or remove "
+                "`allennlp_deepspeed.models.contrastive.ContrastiveModel`, or remove "
                 "'trainer.grad_cache'."
             )
         for name in settings.names:
@@ -431,8 +431,8 @@ class Chunker:
     # Parameters
 
     settings : `GradCacheSettings`, required.
-    engine : `DeepSpeedEngine`, required.
-        The engine of a `ContrastiveModel`.
+    wrapped_model : `DeepSpeedWrappedModel`, required.
+        A `ContrastiveModel`.
     encode : `Callable`, required.
         Computes the representations of a chunk.
     """
@@ -440,11 +440,12 @@ class Chunker:
     def __init__(
         self,
         settings: GradCacheSettings,
-        engine: DeepSpeedEngine,
+        wrapped_model: DeepSpeedWrappedModel,
         encode: Callable[[Chunk], Representations],
     ) -> None:
-        self._engine = engine
-        self._model = engine.module
+        self._wrapped_model = wrapped_model
+        self._device = wrapped_model.engine.device
+        self._model: Any = wrapped_model.engine.module
         self._encode = encode
         self._chunk_size = settings.chunk_size
         self._found_chunk_size: Optional[int] = None
@@ -464,7 +465,7 @@ class Chunker:
         if self._chunk_size == AUTO:
             self._chunk_size = self._found_chunk_size = self._find_chunk_size(inputs, batch_size)
         max_batch_size = max(
-            size for (size,) in collectives.all_gather_integers([batch_size], self._engine.device)
+            size for (size,) in collectives.all_gather_integers([batch_size], self._device)
         )
         return [
             chunk
@@ -507,4 +508,4 @@ class Chunker:
             copy = copy_batch(slice_rows(inputs, rows.start, rows.stop))
             return self._encode(Chunk(copy, rows, True))
 
-        return find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._engine)
+        return find_chunk_size("'grad_cache.chunk_size'", encode, batch_size, self._wrapped_model)

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import json
 import math
+import string
 import sys
 from typing import Any, Dict, List, Optional, Type
 
@@ -35,7 +36,7 @@ from allennlp_deepspeed.config.global_batch import (
     no_fixed_size_error,
     refuse_grad_cache,
 )
-from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, values_in
+from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, unquoted, values_in
 from allennlp_deepspeed.config.key_validation import check_names, check_values, did_you_mean
 from allennlp_deepspeed.config.keys_of_others import advice, replacement_of_type
 from allennlp_deepspeed.config.schema_validation import ROOT, find_key_paths, lookup, validate
@@ -92,7 +93,11 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         top_level_check.check_sizes(config, errors)
     _check_sizes(config["trainer"], errors)
     nodes.check(config.get("distributed"), errors)
-    _check_trainer_keys(config["trainer"], errors)
+    # Of values that have the right types.
+    is_right = on_this_machine and not errors.lines
+    if is_right and config.get("distributed") and not nodes.has_workers(config):
+        errors.add(_ONE_WORKER)
+    _check_trainer_keys(config, errors)
     _check_checkpointer(config["trainer"].get("checkpointer"), errors)
     with errors.collect():
         deepspeed_config = DeepSpeedConfig.from_value(config["trainer"].get("deepspeed_config"))
@@ -104,6 +109,11 @@ def check(params: Params, on_this_machine: bool = True) -> None:
         with errors.collect():
             _check_deepspeed_config(config, deepspeed_config)
     errors.raise_any()
+
+
+_ONE_WORKER = (
+    "'distributed' has one worker: remove it, and write its device as 'trainer.cuda_device'."
+)
 
 
 def _is_ours(config: Dict[str, Any]) -> bool:
@@ -135,6 +145,7 @@ def _check_type_of_trainer(config: Dict[str, Any]) -> None:
         return
     if "trainer" not in config:
         errors = ConfigErrors()
+        top_level_check.check_top_level(config, errors)
         top_level_check.check_is_complete(config, errors)
         errors.raise_any()
     trainer = config["trainer"]
@@ -191,9 +202,7 @@ def _check_sections(config: Dict[str, Any], errors: ConfigErrors) -> None:
             sections["vocabulary"] = config["vocabulary"]
     callbacks = trainer.get("callbacks")
     for i, callback in enumerate(callbacks if isinstance(callbacks, list) else []):
-        # Of a list AllenNLP says what is wrong.
-        if not isinstance(callback, list):
-            sections[f"trainer.callbacks.{i}"] = callback
+        sections[f"trainer.callbacks.{i}"] = callback
     for path, section in sections.items():
         if not isinstance(section, (dict, str)):
             errors.add(f"'{path}' is {as_json(section)}: {_MUST_BE_SECTION}")
@@ -217,6 +226,11 @@ def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
         for path, value in [section, *values_in(section[1], section[0])]:
             if is_number(value) and _MAX_FP32 < abs(value) != math.inf:
                 errors.add(f"'{path}' is {as_json(value)}: must be at most {_MAX_FP32:.4g}")
+    for name in _OPTIONAL_SECTIONS[:-1]:
+        for path, value in values_in(trainer.get(name), f"trainer.{name}"):
+            # The items of a list may be patterns.
+            if unquoted(value) and not path.endswith((".type", *string.digits)):
+                errors.add(f"'{path}' is {as_json(value)}: {unquoted(value)[2:]}")
 
 
 _MAX_FP32 = torch.finfo(torch.float32).max
@@ -340,6 +354,12 @@ def _evaluates_on_all_workers(train_loop: Any) -> bool:
     return isinstance(train_loop_class, type) and issubclass(train_loop_class, DeepSpeedTrainModel)
 
 
+# Arguments of the trainer that AllenNLP passes, unless the config has them.
+_GIVEN = (
+    *("model", "data_loader", "validation_data_loader"),
+    *("serialization_dir", "local_rank", "world_size"),
+)
+
 # Of a key in DeepSpeed's schema, in a message.
 _MOST_PLACES = 3
 
@@ -370,7 +390,7 @@ def _check_deepspeed_config(config: Dict[str, Any], deepspeed_config: DeepSpeedC
     _check_fp16(resolved, settings)
     check_transformer_kwargs(config.get("model"), resolved, settings.device_type)
     check_sparse_embeddings(config.get("model"), resolved)
-    check_optimizer(config["trainer"].get("optimizer"), resolved, settings.device_type)
+    check_optimizer(config["trainer"].get("optimizer"), resolved, settings.world_size)
 
 
 def _check_bias_mitigation(callbacks: Any, resolved: ResolvedConfig) -> None:
@@ -408,8 +428,9 @@ def _check_no_own_keys(trainer: Dict[str, Any], trainer_type: Optional[str]) -> 
             )
 
 
-def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
+def _check_trainer_keys(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """Refuses unknown keys of the trainer, which AllenNLP would drop silently."""
+    trainer = config["trainer"]
     trainer_class, constructor = Trainer.resolve_class_name(trainer["type"])
     arguments = infer_constructor_params(trainer_class)
     if constructor is not None:
@@ -420,8 +441,7 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
     known = [
         name
         for name, argument in arguments.items()
-        if name not in ("self", "model", "data_loader", "validation_data_loader")
-        and argument.kind is not argument.VAR_KEYWORD
+        if name not in ("self", *_GIVEN) and argument.kind is not argument.VAR_KEYWORD
     ]
     keys = {k: v for k, v in trainer.items() if k != "type"}
     if keys.pop("distributed", None):
@@ -431,6 +451,8 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
         )
     for name in [name for name in keys if name not in known and not advice(f"trainer.{name}")]:
         places = [f"'trainer.deepspeed_config.{path}'" for path in find_key_paths(name)]
+        if has_known_train_loop(config) and name in top_level_check.known_keys(config):
+            places = ["it at the top level of the config"]
         if 0 < len(places) <= _MOST_PLACES:
             errors.add(f"unknown key '{name}' in 'trainer': write {' or '.join(places)}")
             del keys[name]
@@ -442,14 +464,15 @@ def _check_trainer_keys(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
         # A subclass may accept other values.
         if name in arguments and arguments[name].annotation == declared[name].annotation
     }
-    check_values("trainer", {**TRAINER_KEYS, **inherited}, keys, errors)
-    if isinstance(trainer.get("cuda_device"), list):
+    if isinstance(keys.get("cuda_device"), list):
+        del keys["cuda_device"]
         several = json.dumps({"cuda_devices": trainer["cuda_device"]})
         errors.add(
             f"'trainer.cuda_device' is {json.dumps(trainer['cuda_device'])}: must be the index of "
             f'a GPU, or -1 for the CPU; for several workers write "distributed": {several} at the '
             "top level"
         )
+    check_values("trainer", {**TRAINER_KEYS, **inherited}, keys, errors)
 
 
 def _is_own_checkpointer(checkpointer: Any) -> bool:

@@ -3,22 +3,25 @@ Explains errors that AllenNLP raises while it constructs the objects of a config
 the key, which AllenNLP's messages leave out or give in part.
 """
 
-import inspect
+import collections.abc
 import os
 import re
 import traceback
+from contextlib import contextmanager
 from itertools import chain
-from types import FrameType
-from typing import Any, Dict, List, Optional
+from types import CodeType, FrameType
+from typing import Any, Dict, Iterator, List, Optional, Tuple, get_args, get_origin
+from unittest import mock
 
 import torch
 from allennlp.common import Lazy, Params, cached_transformers, from_params
 from allennlp.common.checks import ConfigurationError
 
-from allennlp_deepspeed.config.json_types import as_json
+from allennlp_deepspeed.config.declared_keys import TrainerArguments
+from allennlp_deepspeed.config.json_types import as_json, unquoted
 from allennlp_deepspeed.config.key_validation import did_you_mean, nearest, unregistered
 from allennlp_deepspeed.config.keys_of_others import advice, replacement, replacement_of_list
-from allennlp_deepspeed.training.trainer_arguments import TrainerArguments
+from allennlp_deepspeed.config.settings import registered_name
 
 _IMPORT_HOOK = "allennlp_deepspeed_import_hook."
 
@@ -28,7 +31,7 @@ _UNEXPECTED = re.compile(r"\w+\(\) got an unexpected keyword argument '(\w+)'")
 _MISSING = re.compile(r"\w+\(\) missing \d+ required .*arguments?: (.*)")
 _REQUIRED = re.compile(r'key "(.+?)" is required')
 _EXTRA = re.compile(r"Extra parameters passed to (\w+): ")
-_WRONG_TYPE = re.compile(r"Expected (\S+) to be (a \w+|numeric)")
+_WRONG_TYPE = re.compile(r"Expected (\S+) to be (a \w+(?: of \d+ items)?|numeric)")
 _NO_GPU = re.compile(
     "Found no NVIDIA driver|No CUDA GPUs are available|Torch not compiled with CUDA enabled"
     "|invalid device ordinal"
@@ -70,7 +73,42 @@ def describe(error: BaseException, section: str = "") -> List[str]:
     if lines is None and isinstance(error, ConfigurationError) and error.__cause__ is not None:
         # Some callers say which section it was.
         lines = explain(error.__cause__, section)
-    return lines or [f"{prefix}{shortened(error)}"]
+        if lines is None and _text(error).startswith(f"'{section}' of the config"):
+            return describe(error.__cause__, section)
+    return lines or [_describe_in_constructor(error, frames, path) or f"{prefix}{shortened(error)}"]
+
+
+def _describe_in_constructor(
+    error: BaseException, frames: List[FrameType], path: str
+) -> Optional[str]:
+    """Describes the error of a constructor that names one of its arguments, or the value of one."""
+    frame, text = _last(frames, _FROM_PARAMS), _text(error)
+    values = {} if frame is None else frame.f_locals.get("kwargs") or {}
+    simple = (str, int, float, tuple, type(None))
+    values = {key: value for key, value in values.items() if isinstance(value, simple)}
+    keys = [key for key in values if _has_word(text, key)] or [
+        key
+        for key, value in values.items()
+        if isinstance(value, (str, float, type(None))) and _has_word(text, value)
+    ]
+    if len(keys) != 1:
+        return None
+    key, value = keys[0], values[keys[0]]
+    constants = [c for const in frames[-1].f_code.co_consts for c in _flat(const)]
+    meant = nearest(value, constants) if isinstance(value, str) else None
+    hint = f'; did you mean "{meant}"?' if meant is not None else unquoted(value)
+    return f"'{path}.{key}' is {as_json(value)}: {shortened(error)}{hint}"
+
+
+def _has_word(text: str, word: Any) -> bool:
+    word = "NoneType" if word is None else re.escape(str(word))
+    return re.search(rf"(?<![\w.]){word}(?![\w]|\.\d)", text, re.I) is not None
+
+
+def _flat(constant: Any) -> List[str]:
+    """Returns the strings of a constant, such as the choices that a function compares with."""
+    parts = constant if isinstance(constant, (tuple, frozenset)) else [constant]
+    return [part for part in parts if isinstance(part, str)]
 
 
 def describe_missing_gpu(error: BaseException) -> Optional[str]:
@@ -107,7 +145,7 @@ def explain(error: BaseException, section: str = "") -> Optional[List[str]]:
     if isinstance(error, ConfigurationError):
         unknown, required = _UNKNOWN_NAME.match(text), _REQUIRED.match(text)
         if text.startswith("Failed to construct argument"):
-            return [f"'{path}' has none of its types: {_reasons(error)}"]
+            return [_describe_union(path, error, frames)]
         if _EXTRA.match(text):
             return _describe_extra_keys(path, frames)
         if unknown is not None:
@@ -122,11 +160,12 @@ def explain(error: BaseException, section: str = "") -> Optional[List[str]]:
             return [f"'{path}' is a {kind}: {replacement_of_list(path) or 'must be an object'}"]
     elif isinstance(error, TypeError):
         wrong_type = _WRONG_TYPE.match(text)
-        if wrong_type is not None and frames[-1].f_code is from_params.construct_arg.__code__:
+        if wrong_type is not None and frames[-1].f_code in _construct_arg():
             value = frames[-1].f_locals["popped_params"]
             must_be = replacement(path.rstrip(".0123456789")) if isinstance(value, list) else None
-            must_be = must_be or f"must be {_TYPES[wrong_type.group(2)]}"
-            return [f"'{path}' is {as_json(value)}: {must_be}"]
+            kind = wrong_type.group(2)
+            must_be = must_be or f"must be {_TYPES.get(kind, kind)}"
+            return [f"'{path}' is {as_json(value)}: {must_be}{unquoted(value)}"]
         if _is_raised_by_call(frames):
             return _describe_wrong_call(path, name, text, frames)
     return None
@@ -153,6 +192,54 @@ _TYPES = {
 }
 
 
+@contextmanager
+def checked_lists() -> Iterator[None]:
+    """
+    Context manager in which AllenNLP refuses what isn't a list instead of one, and lists of another
+    length than that of their tuple. It iterates over the characters of a string, and leaves out
+    items.
+    """
+    construct = from_params.construct_arg
+
+    def construct_checked(  # type: ignore[no-untyped-def]
+        class_name, argument_name, popped_params, annotation, default, **extras
+    ):
+        wrong = None if popped_params is default else _find_no_list(popped_params, annotation)
+        if wrong is not None:
+            path, popped_params, kind = wrong
+            argument_name += path
+            raise TypeError(f"Expected {argument_name} to be {kind}.")
+        return construct(class_name, argument_name, popped_params, annotation, default, **extras)
+
+    with mock.patch.object(from_params, "construct_arg", construct_checked):
+        yield
+
+
+def _find_no_list(value: Any, annotation: Any, path: str = "") -> Optional[Tuple[str, Any, str]]:
+    """Returns the path, the value, and what it must be, of the first that isn't such a list."""
+    items = get_args(annotation)
+    if get_origin(annotation) not in _LISTS or not items:
+        return None
+    is_list = isinstance(value, (list, tuple, set, frozenset))
+    if get_origin(annotation) is not tuple or ... in items:
+        items, kind = items[:1] * (len(value) if is_list else 0), "a list"
+    else:
+        kind = f"a list of {len(items)} items"
+    if not is_list or len(value) != len(items):
+        return path, value, kind
+    found = (_find_no_list(v, item, f"{path}.{i}") for i, (v, item) in enumerate(zip(value, items)))
+    return next(filter(None, found), None)
+
+
+_LISTS = (list, set, tuple, collections.abc.Iterable)
+_CONSTRUCT_ARG = from_params.construct_arg.__code__
+
+
+def _construct_arg() -> Tuple[CodeType, ...]:
+    """Returns the code that constructs an argument, of AllenNLP and in `checked_lists`."""
+    return _CONSTRUCT_ARG, from_params.construct_arg.__code__
+
+
 def is_raised_in_construction(error: BaseException) -> bool:
     """Returns whether AllenNLP was constructing an object of a config."""
     names = {frame.f_globals.get("__name__") for frame in _frames(error)}
@@ -166,7 +253,10 @@ def _frames(error: BaseException) -> List[FrameType]:
 
 
 def _text(error: BaseException) -> str:
-    return str(error.message if isinstance(error, ConfigurationError) else error)
+    text = str(error.message if isinstance(error, ConfigurationError) else error)
+    if not text and isinstance(error, AssertionError):
+        return str(traceback.extract_tb(error.__traceback__)[-1].line)
+    return text
 
 
 def _path(frames: List[FrameType], section: str) -> str:
@@ -179,7 +269,7 @@ def _keys(frames: List[FrameType]) -> List[str]:
     for caller, frame in zip([None, *frames], frames):
         if frame.f_code is from_params.pop_and_construct_arg.__code__:
             keys.append(frame.f_locals["argument_name"])
-        elif frame.f_code is from_params.construct_arg.__code__ and keys:
+        elif frame.f_code in _construct_arg() and keys:
             # The same key, or that of an item of it, such as "callbacks.0".
             keys[-1] = frame.f_locals["argument_name"]
         elif frame.f_code is Lazy.construct.__code__ and caller is not None:
@@ -225,17 +315,17 @@ def _class(frames: List[FrameType]) -> Any:
 
 def _parameters(frames: List[FrameType]) -> List[str]:
     """Returns the names of the arguments that can be written for what was being constructed."""
-    frame = _last(frames, from_params.create_kwargs)
-    if frame is not None and "parameters" in frame.f_locals:
-        # Objects that AllenNLP passes. Numbers that it passes can be written, too.
-        extras = frame.f_locals.get("extras", {}).items()
-        given = [name for name, value in extras if not isinstance(value, (int, float))]
-        return [name for name in frame.f_locals["parameters"] if name not in ("self", *given)]
-    cls = _class(frames)
-    try:
-        return [] if cls is None else [n for n in inspect.signature(cls).parameters if n != "self"]
-    except (TypeError, ValueError):
+    frame = _last(frames, _FROM_PARAMS, from_params.create_kwargs)
+    if frame is None:
         return []
+    # Objects that AllenNLP passes. Numbers that it passes can be written, too.
+    extras = frame.f_locals.get("extras", {}).items()
+    given = [name for name, value in extras if not isinstance(value, (int, float))]
+    parameters = frame.f_locals.get("parameters")
+    if parameters is None:
+        constructor = frame.f_locals["constructor_to_inspect"] or _class(frames).__init__
+        parameters = from_params.infer_params(_class(frames), constructor)
+    return [name for name in parameters if name not in ("self", *given)]
 
 
 def _describe_extra_keys(path: str, frames: List[FrameType]) -> List[str]:
@@ -254,6 +344,18 @@ def _unknown_key(path: str, key: str, name: str, known: List[str]) -> str:
     return f"'{path}.{key}' is unknown: {name} has no such argument; {hint}"
 
 
+def _describe_union(path: str, error: BaseException, frames: List[FrameType]) -> str:
+    """Describes why a value has none of the types that it may have."""
+    value = frames[-1].f_locals.get("backup_params")
+    cause = error.__cause__
+    while cause is not None:
+        unknown = _UNKNOWN_NAME.match(_text(cause))
+        if unknown is not None and unknown.group(1) == registered_name(value):
+            return _describe_unknown_name(path, unknown.group(1), _frames(cause))
+        cause = cause.__cause__
+    return f"'{path}' has none of its types: {_reasons(error)}{unquoted(value)}"
+
+
 def _describe_unknown_name(path: str, name: str, frames: List[FrameType]) -> str:
     frame = _last(frames, Params.pop_choice)
     assert frame is not None
@@ -265,7 +367,9 @@ def _reasons(error: BaseException) -> str:
     reasons: Dict[str, None] = {}
     while error.__cause__ is not None:
         error = error.__cause__
-        reasons[": ".join(map(str, error.args[1:])) or type(error).__name__] = None
+        # AllenNLP has put the type that it has tried before the arguments.
+        text = _text(error) if isinstance(error, ConfigurationError) else ""
+        reasons[text or ": ".join(map(str, error.args[1:])) or type(error).__name__] = None
     return "; ".join(reasons)[:_MAX_LENGTH]
 
 

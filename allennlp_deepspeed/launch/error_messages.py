@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import traceback
-from typing import Any, List, Optional, Tuple
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
 
 from allennlp.commands import train as train_command
 from allennlp.common import Params
@@ -18,6 +19,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader
 
 from allennlp_deepspeed.announcements import is_full_log_requested
+from allennlp_deepspeed.config.json_types import OF_PYTHON, OF_YAML
 from allennlp_deepspeed.engine.process.worker_failure import NotANumberError, user_traceback
 from allennlp_deepspeed.launch import construction_errors, log_files
 from allennlp_deepspeed.launch.agent import WorkerFailed
@@ -76,6 +78,49 @@ def read(path: str, overrides: str = "") -> Params:
         raise ConfigurationError(_describe_unreadable_file(path, error) or str(error)) from error
     check_type(params)
     return params
+
+
+def replaced_sections(path: Any, config: Dict[str, Any]) -> List[str]:
+    """
+    Returns a line for each section that replaces one of a file that a config imports, and lacks
+    keys of it.
+
+    # Parameters
+
+    path : `Any`, required.
+        The path of the config file.
+    config : `Dict[str, Any]`, required.
+        The config in it.
+    """
+    lines: List[str] = []
+    if not Path(path).is_file():
+        return lines
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    for _, name in re.findall(r"""\bimport\s+(["'])(.+?)\1""", text):
+        try:
+            imported = Params.from_file(Path(path).parent / name).as_dict(quiet=True)
+        except Exception:  # of a file that isn't a config by itself, such as a function
+            continue
+        lines += _replaced(imported, config, "", name)
+    return lines
+
+
+def _replaced(imported: Dict[str, Any], config: Dict[str, Any], path: str, name: str) -> List[str]:
+    lines: List[str] = []
+    for key, before in imported.items():
+        now, here = config.get(key), f"{path}{key}"
+        if not (isinstance(before, dict) and isinstance(now, dict)):
+            continue
+        lost = [f'"{each}"' for each in before if each not in now]
+        # A section that names its own type is meant as a whole.
+        if "type" not in now and ('"type"' in lost or (lost and now.keys() <= before.keys())):
+            lines.append(
+                f"'{here}' replaces the section of {name}, and lacks its {', '.join(lost)}: write "
+                f'"{key}"+: instead of "{key}": to change keys of it'
+            )
+        else:
+            lines += _replaced(before, now, f"{here}.", name)
+    return lines
 
 
 def _is_called_by_command() -> bool:
@@ -202,6 +247,11 @@ def _describe_unreadable_file(path: Any, error: BaseException) -> Optional[str]:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     where = f" ({lines[1]})" if len(lines) > 1 else ""
     reason = lines[0].removeprefix("RUNTIME ERROR: ") if lines else type(error).__name__
+    unknown = re.search(r"Unknown variable: (\w+)", reason)
+    name = unknown.group(1) if unknown else ""
+    values = {name.lower(): value for name, value in {**OF_PYTHON, **OF_YAML}.items()}
+    meant = values.get(name.lower(), name.lower() if name.lower() in values.values() else None)
+    reason += f": write {meant}" if meant is not None else ""
     if "file_dict" in frame.f_locals:
         return _describe_overrides(str(frame.f_locals["params_overrides"]), reason)
     return f"{path} could not be read: {reason}{where}"

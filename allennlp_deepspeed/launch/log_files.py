@@ -1,4 +1,4 @@
-"""Log files on a full disk: records that can't be written are lost, and training continues."""
+"""Log files. On a full disk records that can't be written are lost, and training continues."""
 
 import logging
 import sys
@@ -6,29 +6,61 @@ import threading
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Iterator, List
-from unittest import mock
 
 from allennlp.common import logging as common_logging
 
 from allennlp_deepspeed.engine.process.worker_failure import describe_full_disk
+from allennlp_deepspeed.reports import console_handler
 
 logger = logging.getLogger(__name__)
 
+_FORMAT = "%(asctime)s - %(levelname)s - %(name)s - %(message)s"
+
+
+def prepare(serialization_dir: str, worker: str = "", is_shown: bool = True) -> None:
+    """
+    Logs to a file of this process and to the console, as AllenNLP's `prepare_global_logging` does.
+    Records that can't be written are lost, and named in one line, where Python prints a traceback
+    for each.
+
+    # Parameters
+
+    serialization_dir : `str`, required.
+    worker : `str`, optional (default = `""`)
+        The name of this worker, which begins with its rank. The file is `out.log` without one.
+    is_shown : `bool`, optional (default = `True`)
+        Whether the console shows the log.
+    """
+    root = logging.getLogger()
+    # AllenNLP shows the log of rank 0, and names the file by the rank: a string does as well.
+    rank: Any = worker.replace(" ", "_") or 0
+    common_logging.prepare_global_logging(serialization_dir, rank, 2 if worker else 1)
+    if worker and is_shown:
+        output, errors = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+        output.addFilter(common_logging.ErrorFilter())
+        errors.setLevel(logging.ERROR)
+        root.handlers += [output, errors]
+    for handler in root.handlers:
+        if worker:
+            handler.setFormatter(logging.Formatter(f"{worker} | {_FORMAT}"))
+        if isinstance(handler, logging.FileHandler):
+            handler.handleError = partial(_handle_error, handler)  # type: ignore[method-assign]
+    console_handler.replace_handlers(is_shown)
+
 
 @contextmanager
-def tolerate_errors() -> Iterator[None]:
+def errors_of_threads(is_last: bool) -> Iterator[None]:
     """
-    Context manager in which each log file of AllenNLP that can't be written is reported in a line.
-    Python prints a traceback for each record. So are threads that end because the disk is full,
-    such as those of TensorBoard's writers. After a failure of the training they say nothing more.
-    """
-    prepare, report = common_logging.prepare_global_logging, threading.excepthook
-    has_failed = False
+    Context manager in which threads that end because the disk is full, such as those of
+    TensorBoard's writers, are reported in a line.
 
-    def prepare_tolerant(*args: Any, **kwargs: Any) -> None:
-        prepare(*args, **kwargs)
-        for handler in log_files():
-            handler.handleError = partial(_handle_error, handler)  # type: ignore[method-assign]
+    # Parameters
+
+    is_last : `bool`, required.
+        Whether the process ends with the training. After a failure such threads then say nothing.
+    """
+    report = threading.excepthook
+    has_failed = False
 
     def report_briefly(args: threading.ExceptHookArgs) -> None:
         # As the process exits, the queues of threads are closed that still wait for them.
@@ -41,12 +73,13 @@ def tolerate_errors() -> Iterator[None]:
 
     threading.excepthook = report_briefly
     try:
-        with mock.patch.object(common_logging, "prepare_global_logging", prepare_tolerant):
-            yield
+        yield
     except BaseException:
-        has_failed = True
+        has_failed = is_last
         raise
-    threading.excepthook = report
+    finally:
+        if not has_failed:
+            threading.excepthook = report
 
 
 def log_files() -> List[logging.FileHandler]:

@@ -8,7 +8,7 @@ from typing import Any, Dict
 from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
-from allennlp_deepspeed.config.declared_keys import ALLENNLP_DISTRIBUTED_KEYS, DISTRIBUTED_KEYS
+from allennlp_deepspeed.config.declared_keys import DISTRIBUTED_KEYS
 from allennlp_deepspeed.config.json_types import is_integer
 from allennlp_deepspeed.config.key_validation import FORMER_KEYS, check_names, check_values
 from allennlp_deepspeed.launch.agent import Node
@@ -40,7 +40,7 @@ def check(distributed: Any, errors: ConfigErrors) -> None:
     """
     if not isinstance(distributed, dict):
         return
-    keys = {**ALLENNLP_DISTRIBUTED_KEYS, **DISTRIBUTED_KEYS}
+    keys = DISTRIBUTED_KEYS
     num_lines = len(errors.lines)
     for name in _NUMBERS_OF_WORKERS.intersection(distributed):
         errors.add(

@@ -4,7 +4,9 @@ AllenNLP finds them wrong after it has read the data, or not at all.
 """
 
 import inspect
+import math
 import sys
+from dataclasses import fields
 from typing import Any, Dict, List, Tuple, Type
 
 from allennlp.commands.train import TrainModel
@@ -17,6 +19,7 @@ from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 
 from allennlp_deepspeed.config.config_errors import ConfigErrors
+from allennlp_deepspeed.config.declared_keys import TrainerArguments
 from allennlp_deepspeed.config.json_types import as_json, is_integer, is_number, unquoted, values_in
 from allennlp_deepspeed.config.key_validation import did_you_mean, unregistered
 from allennlp_deepspeed.config.keys_of_others import advice
@@ -28,7 +31,14 @@ _OF_COMMAND = (
     *("random_seed", "numpy_seed", "pytorch_seed"),
 )
 
+_OF_STRINGS = {
+    "include_in_archive": "paths in the serialization directory",
+    "datasets_for_vocab_creation": 'names, such as ["train"]',
+}
+
 _SEEDS = {"numpy_seed": (0, 2**32 - 1), "pytorch_seed": (-(2**63), 2**64 - 1)}
+
+_OF_TRAINER = [field.name for field in fields(TrainerArguments)]
 
 # That the command passes to the train loop.
 _GIVEN = ("cls", "serialization_dir", "local_rank", "ddp_accelerator")
@@ -47,19 +57,20 @@ def check_top_level(config: Dict[str, Any], errors: ConfigErrors) -> None:
     errors : `ConfigErrors`, required.
         Collects a line for each.
     """
-    known = [*_arguments(config), *_OF_COMMAND]
+    known = known_keys(config)
     for name in config:
         if name not in known:
-            hint = advice(name) or did_you_mean(name, known, page="docs/configuration.md")
+            hint = f"write 'trainer.{name}'" if name in _OF_TRAINER else None
+            hint = advice(name) or hint or did_you_mean(name, known)
             errors.add(f"unknown key '{name}' at the top level of the config: {hint}")
-    added = config.get("include_in_archive")
-    if added is not None and not (
-        isinstance(added, list) and all(isinstance(path, str) for path in added)
-    ):
-        errors.add(
-            f"'include_in_archive' is {as_json(added)}: must be a list of paths in the "
-            "serialization directory"
-        )
+    evaluates = config.get("evaluate_on_test", False)
+    if not isinstance(evaluates, bool):
+        hint = f"must be true or false{unquoted(evaluates)}"
+        errors.add(f"'evaluate_on_test' is {as_json(evaluates)}: {hint}")
+    for name, items in _OF_STRINGS.items():
+        value = config.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            errors.add(f"'{name}' is {as_json(value)}: must be a list of {items}")
     for name, (minimum, maximum) in _SEEDS.items():
         seed = config.get(name)
         if is_number(seed) and not minimum <= seed <= maximum:
@@ -84,6 +95,11 @@ def check_is_complete(config: Dict[str, Any], errors: ConfigErrors) -> None:
             errors.add(f"'{name}' is missing at the top level of the config: {advice}")
 
 
+def known_keys(config: Dict[str, Any]) -> List[str]:
+    """Returns the keys that the top level of a config may have."""
+    return [*_arguments(config), *_OF_COMMAND]
+
+
 def _arguments(config: Dict[str, Any]) -> Dict[str, inspect.Parameter]:
     """Returns the arguments of the train loop that are keys of the config."""
     loop, constructor = TrainModel.resolve_class_name(config.get("type", "default"))
@@ -93,7 +109,7 @@ def _arguments(config: Dict[str, Any]) -> Dict[str, inspect.Parameter]:
 
 def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
     """
-    Refuses types that aren't names, or that no class is registered with, and intervals of 0.
+    Refuses types that aren't names, or that no class is registered with, and numbers out of range.
 
     # Parameters
 
@@ -121,9 +137,10 @@ def check_registered(config: Dict[str, Any], errors: ConfigErrors) -> None:
         if is_name and name not in known:
             path = path if isinstance(section, str) else f"{path}.type"
             errors.add(unregistered(path, name, known))
-        key = _INTERVALS.get((base, name)) if isinstance(name, str) else None
-        if isinstance(section, dict) and key is not None and section.get(key) == 0:
-            errors.add(f"'{path}.{key}' is {as_json(section[key])}: must be an integer above 0")
+        key, (minimum, maximum, text) = _RANGES.get((base, str(name)), ("", _FRACTION))
+        value = section.get(key) if isinstance(section, dict) else None
+        if is_number(value) and not minimum <= value <= maximum:
+            errors.add(f"'{path}.{key}' is {as_json(value)}: must be {text}")
 
 
 _BASES: Dict[str, Type[Registrable]] = {
@@ -142,10 +159,14 @@ _TRAINER_BASES: Dict[str, Type[Registrable]] = {
     "moving_average": MovingAverage,
 }
 
-# What AllenNLP and PyTorch divide by after construction.
-_INTERVALS: Dict[Tuple[Type[Registrable], str], str] = {
-    (LearningRateScheduler, "step"): "step_size",
-    (TrainerCallback, "should_validate_callback"): "validation_interval",
+_COUNT, _FRACTION = (1, math.inf, "an integer above 0"), (0, 1, "from 0 to 1")
+
+# Keys that AllenNLP and PyTorch compute with after construction.
+_RANGES: Dict[Tuple[Type[Registrable], str], Tuple[str, Tuple[float, float, str]]] = {
+    (LearningRateScheduler, "step"): ("step_size", _COUNT),
+    (LearningRateScheduler, "slanted_triangular"): ("cut_frac", _FRACTION),
+    (MovingAverage, "exponential"): ("decay", _FRACTION),
+    (TrainerCallback, "should_validate_callback"): ("validation_interval", _COUNT),
 }
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Dict, Optional
 
 from allennlp.commands import train as train_command
 from allennlp.common import Params
@@ -30,6 +30,7 @@ from allennlp_deepspeed.launch import (
     nodes,
     preload,
     process_group,
+    train_function,
     worker,
 )
 from allennlp_deepspeed.launch.agent import UNGUARDED, UNGUARDED_EXIT_CODE, run_workers
@@ -68,7 +69,7 @@ def install() -> None:
                 check(params)
             else:
                 arguments = inspect.signature(train_model).bind(params, *args, **kwargs).arguments
-                return _train_ours(train_model, arguments)
+                return _train_ours(arguments)
         except Exception as error:
             error_messages.end_command_with(error, shortens_traceback=is_ours)
             raise
@@ -94,7 +95,7 @@ def normalize_sections(params: Params) -> None:
             params.params[section] = {"type": params.params[section]}
 
 
-def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
+def _train_ours(arguments: Dict[str, Any]) -> Any:
     """Checks the config, and trains."""
     _check_not_imported()
     if is_command():
@@ -107,14 +108,15 @@ def _train_ours(train_model: Callable[..., Any], arguments: Dict[str, Any]) -> A
             stack.enter_context(print_how_to_resume(arguments))
         with shown_on_console(settings):
             config = _checked_config(arguments, process)
+            returns_model = arguments.pop("return_model", None)
             if not nodes.has_workers(config):
-                return worker.train(train_model, arguments, None)
+                model = train_function.train(arguments, None)
+                return None if returns_model is False else model
             if process is not None and launcher_environment.is_worker(config, process):
-                return _train_as_worker(train_model, arguments, process)
+                return _train_as_worker(arguments, process)
             node = nodes.local_node(config, arguments.get("node_rank", 0))
             prefix = process_group.collectives_prefix(arguments["serialization_dir"])
             node = replace(node, collectives=prefix)
-            returns_model = arguments.pop("return_model", None)
             run_workers(node, worker.run, dict(os.environ), arguments, settings)
     if not returns_model or arguments.get("dry_run"):
         return None
@@ -153,9 +155,7 @@ def _checked_config(
     return config
 
 
-def _train_as_worker(
-    train_model: Callable[..., Any], arguments: Dict[str, Any], process: LaunchedProcess
-) -> None:
+def _train_as_worker(arguments: Dict[str, Any], process: LaunchedProcess) -> None:
     """Trains one rank in a process that a launcher has started."""
     distributed = arguments["params"].as_dict(quiet=True)["distributed"]
     address, port = distributed["primary_address"], distributed["primary_port"]
@@ -164,7 +164,7 @@ def _train_as_worker(
     process = replace(process, address=address, port=port)
     worker.set_up_process(process)
     try:
-        worker.train(train_model, arguments, process)
+        train_function.train(arguments, process)
     except Exception as error:
         failure = worker_failure.report(error)
         if process.serves_other_nodes:

@@ -63,10 +63,12 @@ class DistributedMetrics:
 
     model : `torch.nn.Module`, required.
         The same on every rank.
+    exchange : `Exchange`, required.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, exchange: Callable[..., Dict[str, Any]]) -> None:
         apply()
+        self._exchange = exchange
         self._model = model
         self._metrics: Dict[str, Metric] = {}
 
@@ -77,8 +79,8 @@ class DistributedMetrics:
 
     def collect(self) -> None:
         """
-        Finds the metrics that the model has now. One all-gather of objects with several workers. To
-        be called by every rank, before an epoch and before a validation.
+        Finds the metrics that the model has now. Every rank must call it, before an epoch and
+        before a validation.
 
         # Raises
 
@@ -89,7 +91,7 @@ class DistributedMetrics:
             return
         metrics = named_metrics(self._model)
         found = {name: metric for name, metric in metrics.items() if _is_deferrable(metric)}
-        of_ranks = collectives.all_gather_object(sorted(found))
+        of_ranks = self._exchange(metric_names=sorted(found))["metric_names"]
         if any(names != of_ranks[0] for names in of_ranks):
             differing = set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)
             raise RuntimeError(f"Only some workers have these metrics: {sorted(differing)}.")
@@ -122,7 +124,7 @@ class DistributedMetrics:
         if not self._metrics:
             return
         own = {name: _plain(vars(metric)[_UNREDUCED]) for name, metric in self._metrics.items()}
-        of_ranks = collectives.all_gather_object(own)
+        of_ranks = self._exchange(metric_counts=own)["metric_counts"]
         for name, metric in self._metrics.items():
             vars(metric)[_UNREDUCED] = {}
             _add_counts(metric, [counts[name] for counts in of_ranks])

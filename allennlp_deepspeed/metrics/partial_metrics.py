@@ -1,9 +1,7 @@
 import logging
 import math
 from numbers import Real
-from typing import Any, Dict, Set
-
-from allennlp_deepspeed.engine.process import collectives
+from typing import Any, Callable, Dict, Set
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +16,12 @@ _WARNING = (
 _TOLERANCE = 1e-5
 
 
-def warn_of_partial_metrics(metrics: Dict[str, Any], known: Set[str]) -> None:
+def warn_of_partial_metrics(
+    metrics: Dict[str, Any], known: Set[str], exchange: Callable[..., Dict[str, Any]]
+) -> None:
     """
     Warns of metrics that differ between the ranks, because each rank computes them from its own
-    instances. AllenNLP writes the metrics of rank 0. One all-gather of objects with several
-    workers. Every rank must call it.
+    instances. AllenNLP writes the metrics of rank 0. Every rank must call it.
 
     # Parameters
 
@@ -30,15 +29,14 @@ def warn_of_partial_metrics(metrics: Dict[str, Any], known: Set[str]) -> None:
         The metrics of an epoch, as callbacks have them.
     known : `Set[str]`, required.
         The metrics that have been warned of, to which others are added.
+    exchange : `Exchange`, required.
     """
-    if collectives.world_size() == 1:
-        return
     own = {
         name: float(value)
         for name, value in metrics.items()
         if name.startswith(("training_", "validation_")) and isinstance(value, Real)
     }
-    first, *others = collectives.all_gather_object(own)
+    first, *others = exchange(epoch_metrics=own)["epoch_metrics"]
     partial = sorted(
         name
         for name, value in first.items()

@@ -30,6 +30,9 @@ _SYSTEM_METRIC_SUFFIXES = ("_memory_MB", "_duration", "_epochs")
 
 _TRAINING_STEPS, _TRAINING, _VALIDATION = "training steps", "training", "validation"
 
+# The horizontal axis of the charts on each tab, by column of their data.
+_AXES = {"step": "optimizer steps", "hours": "hours of training"}
+
 # Of the area of a chart, and of each line of its legend, in pixels.
 _HEIGHT, _LEGEND_HEIGHT, _LEGEND_LINE_HEIGHT = 270, 30, 24
 
@@ -208,10 +211,10 @@ def draw(runs: List[Run]) -> Drawing:
         return Drawing(library, "", "")
     names = [run.name for run in runs]
     panels = []
-    for column, title in (("step", "optimizer steps"), ("hours", "hours of training")):
+    for column, axis in _AXES.items():
         figures = [_figure(title, curves, names, column) for title, curves in sources.items()]
         child = row(figures, sizing_mode="stretch_width", stylesheets=[_ROW_STYLE])
-        panels.append(TabPanel(child=child, title=f"over {title}"))
+        panels.append(TabPanel(child=child, title=f"over {axis}"))
     script, place = components(Tabs(tabs=panels, sizing_mode="stretch_width"))
     return Drawing(library, script, place)
 
@@ -239,6 +242,8 @@ def _figure(  # type: ignore[no-untyped-def]  # of Bokeh, if it is installed
         sizing_mode="stretch_width",
         stylesheets=[_CHART_STYLE],
         y_range=DataRange1d(default_span=span),
+        x_axis_label=_AXES[column],
+        y_axis_label=title,
         frame_align=False,  # as high as the chart's own legend permits
         tools="pan,box_zoom,hover,reset,save",
         tooltips=[("", "$name"), ("step", "@step"), ("hours", "@hours{0.000}"), (title, "@y")],

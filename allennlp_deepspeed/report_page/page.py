@@ -96,10 +96,16 @@ def _summary(run: Run) -> Dict[str, str]:
 
 
 def _best(run: Run) -> Dict[str, str]:
-    """Returns the metrics of the best epoch, or of the last one if there is no validation."""
+    """
+    Returns the metrics of the best epoch, or of the last one if there is no validation, and of the
+    test set.
+    """
     metrics = {k: v for k, v in run.final_metrics.items() if is_finite(v)}
     best = {key: value for key, value in metrics.items() if key.startswith("best_")}
+    if "best_epoch" in best:
+        best["best_epoch"] += 1  # AllenNLP counts from 0, unlike the console
     shown = best or {key: v for key, v in metrics.items() if key.startswith("training_")}
+    shown.update({key: v for key, v in run.test_metrics.items() if is_finite(v)})
     return {key: f"{value:.6g}" for key, value in shown.items()}
 
 

@@ -88,8 +88,7 @@ class Run:
                 f"{path} is empty: its first lines are written after the first optimizer steps."
             )
         self.name = self.directory.resolve().name
-        config = self.directory / "config.json"
-        self.config = _config(config) if self._has(config) else {}
+        self.config = self._json("config.json")
 
     def _has(self, path: Path) -> bool:
         """
@@ -106,6 +105,10 @@ class Run:
                 "the file there."
             )
         return path.is_file()
+
+    def _json(self, name: str) -> Any:
+        path = self.directory / name
+        return _read_json(path) if self._has(path) else {}
 
     def lines_of_kind(self, *kinds: str) -> List[Line]:
         """Returns the lines of these kinds, in the order in which they were written."""
@@ -127,6 +130,12 @@ class Run:
         """The metrics of the last completed epoch, including those of the best one."""
         epochs = self.lines_of_kind("epoch")
         return mapping(epochs[-1].values.get("metrics")) if epochs else {}
+
+    @property
+    def test_metrics(self) -> Dict[str, Any]:
+        """The metrics of the test set, if the training has evaluated it."""
+        metrics = mapping(self._json("metrics.json"))
+        return {key: value for key, value in metrics.items() if key.startswith("test_")}
 
     @property
     def num_steps(self) -> int:
@@ -286,13 +295,13 @@ def _time(values: Dict[str, Any]) -> Optional[float]:
     return float(time) if is_finite(time) and 0 <= time < _MAX_TIME else None
 
 
-def _config(path: Path) -> Dict[str, Any]:
-    """Reads a config as AllenNLP has written it."""
+def _read_json(path: Path) -> Any:
+    """Reads a config or metrics as AllenNLP has written them."""
     try:
         # As Jsonnet, it could add secrets to the page.
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{path} is not valid JSON ({error}): restore the file, or remove it for a report "
-            "without the config."
+            "without it."
         ) from error

@@ -2,8 +2,8 @@
 Shows announcements, warnings and errors of a training on the console. AllenNLP's log files have all
 records.
 
-AllenNLP's train command logs to files and to the console alike. Each process sets that up in
-`prepare_global_logging`, which is patched here, because there is no other hook.
+AllenNLP's `prepare_global_logging` logs to files and to the console alike. `replace_handlers`, to
+be called after it, replaces its handlers for the console.
 """
 
 import logging
@@ -15,15 +15,15 @@ from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
 from logging.handlers import MemoryHandler
 from types import SimpleNamespace
-from typing import Any, Iterator, List, NamedTuple, Optional, Set, TextIO
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Set, TextIO
 from unittest import mock
 
 import allennlp.common.tqdm
-from allennlp.common import logging as common_logging
 from huggingface_hub import constants
 from rich.console import Console as RichConsole
 from rich.console import ConsoleRenderable
 from rich.control import Control
+from rich.file_proxy import FileProxy
 from rich.logging import RichHandler
 from rich.segment import ControlType
 from rich.text import Text
@@ -116,7 +116,11 @@ class Console(RichConsole):
 class _StandardOutput:
     @property
     def _stream(self) -> TextIO:
-        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        stream: Any = sys.stdout
+        # That of a process that has forked this one may be wrapped already.
+        while hasattr(stream, "rich_proxied_file"):
+            stream = stream.rich_proxied_file
+        return stream
 
     @property
     def encoding(self) -> str:
@@ -133,6 +137,46 @@ class _StandardOutput:
     def flush(self) -> None:
         with suppress(OSError, ValueError):
             self._stream.flush()
+
+
+class _PrintedLines(FileProxy):
+    """
+    Standard output whose lines erase the progress bar that this or another process has drawn, and
+    will draw again.
+
+    # Parameters
+
+    console : `Console`, required.
+    file : `TextIO`, required.
+    """
+
+    def __init__(self, console: Console, file: TextIO) -> None:
+        super().__init__(_LinesOverBars(console), file)  # type: ignore[arg-type]
+
+    @override
+    def isatty(self) -> bool:
+        return self.rich_proxied_file.isatty()
+
+    @property
+    @override
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self.rich_proxied_file, "encoding", "utf-8")
+
+
+class _LinesOverBars:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def __enter__(self) -> None:
+        self._console.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        self._console.__exit__(*args)
+
+    def print(self, text: Any) -> None:
+        with self._console:
+            self._console.control(_ERASE_LINE)
+            self._console.print(text)
 
 
 class ConsoleHandler(RichHandler):
@@ -206,6 +250,24 @@ def set_current(console: Optional[Console]) -> None:
     _current = console
 
 
+# Of the training that is shown.
+_replace_handlers: Optional[Callable[[bool], None]] = None
+
+
+def replace_handlers(is_shown: bool) -> None:
+    """
+    Replaces the handlers that AllenNLP's `prepare_global_logging` has added for the console, if the
+    console shows announcements and warnings.
+
+    # Parameters
+
+    is_shown : `bool`, required.
+        Whether this process shows them.
+    """
+    if _replace_handlers is not None:
+        _replace_handlers(is_shown)
+
+
 @contextmanager
 def shown_on_console(settings: Optional[ConsoleSettings]) -> Iterator[None]:
     """
@@ -245,9 +307,9 @@ def disable_progress_bars_of_transformers() -> bool:
 @contextmanager
 def _route_records(settings: ConsoleSettings) -> Iterator[None]:
     """
-    Context manager that replaces the console handlers of this process, including those that
-    AllenNLP adds later.
+    Context manager that replaces the console handlers of this process.
     """
+    global _replace_handlers
     root, console = logging.getLogger(), Console(settings)
     handler, early_records = ConsoleHandler(console), MemoryHandler(_NUM_EARLY_RECORDS)
     early_records.flushLevel = logging.CRITICAL + 1
@@ -255,7 +317,6 @@ def _route_records(settings: ConsoleSettings) -> Iterator[None]:
     early_records.buffer = deque(maxlen=_NUM_EARLY_RECORDS)  # type: ignore[assignment]
     replaced: List[logging.Handler] = []
     former_level = root.level
-    prepare_global_logging = common_logging.prepare_global_logging
 
     def replace(shows: bool) -> None:
         replaced[:] = filter(_is_for_console, root.handlers)
@@ -266,17 +327,18 @@ def _route_records(settings: ConsoleSettings) -> Iterator[None]:
         if shows:
             root.addHandler(handler)
 
-    def prepare(serialization_dir: Any, rank: int = 0, world_size: int = 1) -> None:
+    def replace_new(shows: bool) -> None:
         nonlocal former_level
-        prepare_global_logging(serialization_dir, rank, world_size)
         former_level = root.level
-        replace(shows=rank == 0)
+        replace(shows)
         for file in root.handlers:
             if isinstance(file, logging.FileHandler):
                 early_records.setTarget(file)
                 early_records.flush()
 
     def put_back() -> None:
+        global _replace_handlers
+        _replace_handlers = None
         for added in (handler, early_records):
             root.removeHandler(added)
         for former in replaced:
@@ -290,8 +352,10 @@ def _route_records(settings: ConsoleSettings) -> Iterator[None]:
         root.setLevel(min(root.level, logging.INFO))
         replace(shows=True)
         root.addHandler(early_records)
+        _replace_handlers = replace_new
         patch = mock.patch.object
-        stack.enter_context(patch(common_logging, "prepare_global_logging", prepare))
+        if settings.is_terminal:
+            stack.enter_context(patch(sys, "stdout", _PrintedLines(console, sys.stdout)))
         bars = SimpleNamespace(stderr=_BarOutput())
         stack.enter_context(patch(allennlp.common.tqdm, "sys", bars))
         for library in map(logging.getLogger, _LIBRARIES):

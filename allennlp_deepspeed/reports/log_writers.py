@@ -9,8 +9,6 @@ from typing import Any, Dict, List, Optional
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.callbacks.log_writer import LogWriterCallback
 
-from allennlp_deepspeed.engine.parameters.shards import Shards
-
 logger = logging.getLogger(__name__)
 
 # Methods of a callback that read parameters, gradients or the optimizer's parameter groups.
@@ -38,7 +36,7 @@ class LogWriters:
         self._callbacks = [c for c in trainer.callbacks if isinstance(c, LogWriterCallback)]
         if not self._callbacks:
             return
-        names_of_groups = Shards(trainer.engine).names_of_groups
+        names_of_groups = trainer.wrapped_model.shards.names_of_groups
         is_trained = {name: p.requires_grad for name, p in trainer.model.named_parameters()}
         for callback in self._callbacks:
             if callback._distribution_interval is not None:

@@ -9,6 +9,7 @@ from typing import Any, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
+from allennlp.training.callbacks import WandBCallback
 from rich.console import Group
 from rich.filesize import decimal
 from rich.table import Table
@@ -55,6 +56,7 @@ def overview(trainer: Any, keys: Mapping[str, Any], serialization_dir: str) -> L
         ("model states", _model_states(trainer, keys)),
         ("memory", _memory(trainer, config, keys)),
         ("checkpoints", _checkpoints(trainer, serialization_dir)),
+        ("W&B", _run_of_wandb(trainer)),
     ]
     return [line for line in lines if line[1]]
 
@@ -153,11 +155,12 @@ def _gradients(trainer: Any, keys: Mapping[str, Any]) -> str:
 
 
 def _reduction(trainer: Any, keys: Mapping[str, Any]) -> str:
-    schedule, setting = trainer.reduction_schedule, keys["gradient_synchronization"]
+    is_once_a_step = trainer.reduces_once_a_step
+    setting = keys["gradient_synchronization"]
     key = f" (gradient_synchronization {setting})"
-    if not schedule.is_decided:
+    if is_once_a_step is None:
         return f"reduced once per step if memory allows{key}"
-    mode = "once per step" if schedule.is_once_a_step else "after each micro-batch"
+    mode = "once per step" if is_once_a_step else "after each micro-batch"
     # "auto" decides at stages 2 and 3 only, and not where a callback reads gradients.
     return f"reduced {mode}{'' if setting == 'auto' else key}"
 
@@ -227,7 +230,7 @@ def _checkpoints(trainer: Any, serialization_dir: str) -> str:
     if keys["save_every_num_seconds"] is not None:
         times.append(f"every {keys['save_every_num_seconds']:g} s")
     if checkpointer.save_on_preemption:
-        times.append("on SIGTERM")
+        times.append("on SIGTERM or Ctrl-C")
     if not times:
         return "none"
     text = f"saved to {os.path.join(serialization_dir, '')} {' and '.join(times)}"
@@ -237,4 +240,17 @@ def _checkpoints(trainer: Any, serialization_dir: str) -> str:
     text += f", newest {max(1, count or 0)} kept"
     if count == 0:
         text += " (keep_most_recent_by_count 0: a run resumes from it)"
-    return text if age is None else f"{text}, and those of the last {age:g} s"
+    if age is not None:
+        text += f", and those of the last {age:g} s"
+    if keys["keep_best_by_count"] is not None:
+        text += f", and the best {keys['keep_best_by_count']}"
+    return text
+
+
+def _run_of_wandb(trainer: Any) -> str:
+    """Returns the address of the run, or without a network its directory."""
+    for callback in trainer.callbacks:
+        run = getattr(callback.wandb, "run", None) if isinstance(callback, WandBCallback) else None
+        if run is not None:
+            return str(run.url or run.dir)
+    return ""

@@ -124,6 +124,16 @@ class RunReport(TrainerCallback):
                 epoch, metrics, time.monotonic() - self._epoch_start_time
             )
 
+    def on_validation(
+        self, trainer: Any, metrics: Dict[str, Any], epoch: int, batch_number: int, **kwargs: Any
+    ) -> None:
+        """Reports a validation within an epoch."""
+        if self._file is not None:
+            self._file.write("validation", trainer.steps_completed, epoch, metrics=metrics)
+            self._file.flush()
+        if self._console_report is not None and dist.get_rank() == 0:
+            self._console_report.announce_validation(trainer.progress.describe(), metrics)
+
     def close(self) -> None:
         """Stops to listen to warnings. Called at the end also of a training that fails."""
         self._warnings.stop()

@@ -21,6 +21,7 @@ from allennlp.data.samplers import BucketBatchSampler
 from allennlp_deepspeed.config.settings import fixed_size
 from allennlp_deepspeed.engine.lifecycle.profiler_ranges import DATA, phase
 from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.training.agreement import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,7 @@ class BatchGroups:
     data_loader : `DataLoader`, required.
     num_gradient_accumulation_steps : `int`, required.
         The number of micro-batches of a group.
-    device : `torch.device`, required.
-        The device that the process group communicates on.
+    exchange : `Exchange`, required.
     warns : `bool`, optional (default = `True`)
         Whether batches that this rank drops are logged as a warning, and not at level INFO.
     """
@@ -75,19 +75,20 @@ class BatchGroups:
         self,
         data_loader: DataLoader,
         num_gradient_accumulation_steps: int,
-        device: torch.device,
+        exchange: Exchange,
         warns: bool = True,
     ) -> None:
         self._data_loader = data_loader
         self._full_size = num_gradient_accumulation_steps
-        self._device = device
+        self._exchange = exchange
         self._num_batches = _length(data_loader)
         # The number of every rank's batches, if all lengths are exact.
         self._common_length = -1
+        length = self._num_batches if has_exact_length(data_loader) else None
+        if length is not None:
+            self._common_length = length
         if dist.get_world_size() > 1:
-            length = self._num_batches if has_exact_length(data_loader) else None
-            own_length = -1 if length is None else length
-            self._common_length = collectives.all_reduce_min(own_length, device)
+            self._common_length = self._agree(self._common_length)
         self._level = logging.WARNING if warns else logging.INFO
         self.has_dropped = False
         """Whether this rank has dropped batches that other ranks lack."""
@@ -105,13 +106,19 @@ class BatchGroups:
             yield from self._known_length_groups(groups, self._common_length)
 
     @property
+    def exact_length(self) -> Optional[int]:
+        """Returns the number of groups if all ranks know it, else `None`."""
+        return None if self._common_length < 0 else math.ceil(self._common_length / self._full_size)
+
+    @property
     def expected_length(self) -> Optional[int]:
         """
         Returns the number of groups, or that of this rank's data if the ranks don't know each
         other's. `None` if that isn't known either.
         """
-        num_batches = self._num_batches if self._common_length < 0 else self._common_length
-        return None if num_batches is None else math.ceil(num_batches / self._full_size)
+        if self._common_length >= 0:
+            return self.exact_length
+        return None if self._num_batches is None else math.ceil(self._num_batches / self._full_size)
 
     def _single_worker_groups(self, groups: Iterator[List[TensorDict]]) -> Iterator[BatchGroup]:
         is_empty = True
@@ -142,7 +149,7 @@ class BatchGroups:
         while common_size in (None, self._full_size):
             batches = _next_group(groups)
             is_first = common_size is None
-            common_size = collectives.all_reduce_min(len(batches), self._device)
+            common_size = self._agree(len(batches))
             if is_first and common_size == 0:
                 raise ConfigurationError(_NO_DATA)
             if common_size < len(batches):
@@ -152,6 +159,9 @@ class BatchGroups:
         if self._num_batches is not None:
             # As above, for loaders that preserve their position.
             deque(groups, maxlen=0)
+
+    def _agree(self, num_batches: int) -> int:
+        return self._exchange(num_batches=num_batches)["num_batches"]
 
     def _log_dropped(self, what: str) -> None:
         self.has_dropped = True

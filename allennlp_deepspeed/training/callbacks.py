@@ -8,6 +8,7 @@ from allennlp.training.callbacks import (
 )
 from allennlp.training.callbacks.backward import MixedPrecisionBackwardCallback
 from allennlp.training.callbacks.log_writer import LogWriterCallback
+from allennlp.training.util import get_train_and_validation_metrics
 from typing_extensions import override
 
 from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
@@ -30,7 +31,7 @@ class EpochMetricsCallback(TrainerCallback):
     @override
     def on_epoch(self, trainer: Any, metrics: Dict[str, Any], *args: Any, **kwargs: Any) -> None:
         trainer.check_epoch()
-        warn_of_partial_metrics(metrics, self._partial_metrics)
+        warn_of_partial_metrics(metrics, self._partial_metrics, trainer.agreement.exchange)
         self.metrics = dict(metrics)
 
     @override
@@ -44,6 +45,43 @@ class EpochMetricsCallback(TrainerCallback):
 
 # The callbacks that a trainer adds to those of the user.
 OWN_CALLBACKS = (EpochMetricsCallback, RunReport, CommsSummaryCallback)
+
+
+def skip_confidence_checks(callbacks: List[TrainerCallback]) -> None:
+    """
+    Removes the hooks of the callback "confidence_checks".
+
+    Works around AllenNLP 2.10.1: the callback "confidence_checks" adds hooks that collect
+    called layers in a list, and removes them after the first step of the first epoch. A run
+    that resumes later never removes them, so the list grows, and `torch.compile` compiles for
+    each of its lengths until it gives up. Gone when the hooks are removed there, and compiled
+    once.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ConfidenceChecksCallback):
+            callback._verification.destroy_hooks()
+
+
+def call_on_validation(
+    callback: TrainerCallback, trainer: Any, metrics: Dict[str, Any], epoch: int, step: int
+) -> None:
+    """
+    Calls a callback after a validation within an epoch, if it has `on_validation`. AllenNLP's
+    callbacks that log get the metrics as after an epoch.
+    """
+    on_validation = getattr(callback, "on_validation", None)
+    if on_validation is not None:
+        on_validation(
+            trainer,
+            metrics=metrics,
+            epoch=epoch,
+            batch_number=step,
+            is_primary=trainer.is_primary,
+        )
+    elif isinstance(callback, LogWriterCallback) and trainer.is_primary:
+        _, validated = get_train_and_validation_metrics(metrics)
+        numbers = {k: v for k, v in validated.items() if isinstance(v, (int, float))}
+        callback.log_scalars(numbers, log_prefix="validation_in_epoch")
 
 
 def may_read_metrics(callback: TrainerCallback) -> bool:
@@ -129,28 +167,3 @@ def needing_preparation(callbacks: Sequence[TrainerCallback]) -> List[TrainerCal
     engine.
     """
     return [c for c in callbacks if runs_backward(c) or isinstance(c, LogWriterCallback)]
-
-
-def check_added(callbacks: Sequence[TrainerCallback], known: List[TrainerCallback]) -> None:
-    """
-    Checks callbacks that have been added after the trainer was constructed.
-
-    # Parameters
-
-    callbacks : `Sequence[TrainerCallback]`, required.
-        The callbacks of the trainer now.
-    known : `List[TrainerCallback]`, required.
-        The callbacks that were `needing_preparation` when it was constructed.
-
-    # Raises
-
-    `ConfigurationError`
-        If an added callback would have needed that preparation.
-    """
-    for callback in needing_preparation(callbacks):
-        if not any(callback is each for each in known):
-            raise ConfigurationError(
-                f"The callback {type(callback).__name__} calls backward or logs parameters, but "
-                "it (or its 'on_backward') was added after the engine was constructed: pass it to "
-                "the trainer's constructor, or write it in 'trainer.callbacks'."
-            )

@@ -26,6 +26,7 @@ from allennlp.training.scheduler import Scheduler
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.shared_directories import Directories
+from allennlp_deepspeed.config.declared_keys import TrainerArguments
 from allennlp_deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     ResolvedConfig,
@@ -37,10 +38,11 @@ from allennlp_deepspeed.config.global_batch import (
     refuse_grad_cache,
 )
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel, destroy_engines
-from allennlp_deepspeed.engine.optimizers import cpu_counterparts, optimizer_check
+from allennlp_deepspeed.engine.optimizers import optimizer_check
+from allennlp_deepspeed.engine.optimizers.fused import use_fused_kernels
 from allennlp_deepspeed.engine.parameters.model_check import check_initialized
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
-from allennlp_deepspeed.engine.parameters.shards import Shards, full_shape
+from allennlp_deepspeed.engine.parameters.shards import full_shape
 from allennlp_deepspeed.engine.process.worker_device import (
     capabilities,
     worker_device,
@@ -48,7 +50,6 @@ from allennlp_deepspeed.engine.process.worker_device import (
 )
 from allennlp_deepspeed.training.batch_groups import micro_batch_size, num_batches
 from allennlp_deepspeed.training.data_consistency import check_same_data
-from allennlp_deepspeed.training.trainer_arguments import TrainerArguments
 
 logger = logging.getLogger(__name__)
 
@@ -96,23 +97,26 @@ def construct(
         optimizer = optimizer.construct(model_parameters=parameters)
     elif optimizer is None and "optimizer" not in deepspeed_config.config:
         optimizer = Optimizer.default(parameters)
+        for line in default_learning_rate({"optimizer": {}}, optimizer):
+            logger.info("%s", line)
     optimizer_check.check_type(optimizer)
     device = worker_device(arguments.cuda_device)
     batches_per_epoch = num_batches(data_loader)
     config = deepspeed_config.resolve(
         _settings(arguments, optimizer, batches_per_epoch, device)
     ).limit_buckets(sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad))
-    # An optimizer that is given as an object updates the weights itself, on any device.
-    steps_with = given or cpu_counterparts.adapt_for_offload(optimizer, config)
+    # An optimizer that is given as an object keeps the implementation that it has.
+    if given is None and optimizer is not None and config.offload_device != "none":
+        use_fused_kernels(optimizer)
     _check_empty_groups(given, arguments)
-    param_groups = [] if steps_with is None else steps_with.param_groups
+    param_groups = [] if optimizer is None else optimizer.param_groups
     empty_groups = [group for group in param_groups if not group["params"]]
-    if steps_with is not None:
-        optimizer_check.check_modes(steps_with, config, arguments.moving_average is not None)
+    if optimizer is not None:
+        optimizer_check.check_modes(optimizer, config, arguments.moving_average is not None)
     wrapped_model = wrap_model(
         model,
         config,
-        steps_with,
+        optimizer,
         device=device,
         local_rank=arguments.local_rank,
         find_unused_parameters=find_unused_parameters,
@@ -122,7 +126,7 @@ def construct(
     with destroy_on_failure(wrapped_model):
         with ExitStack() as groups:
             # At ZeRO stage 3 the groups are empty between steps.
-            groups.enter_context(Shards(wrapped_model.engine).in_param_groups())
+            groups.enter_context(wrapped_model.shards.in_param_groups())
             if empty_groups:
                 groups.enter_context(_restore_empty_groups(wrapped_model.optimizer, empty_groups))
             schedule = _construct_part(
@@ -182,7 +186,7 @@ def freeze(model: Model, no_grad: List[str]) -> None:
     # Raises
 
     `ConfigurationError`
-        With a line for each regular expression that matches none.
+        With a line for each regular expression that matches none, or if none is left to train.
     """
     parameters = dict(model.named_parameters())
     lines = []
@@ -195,8 +199,30 @@ def freeze(model: Model, no_grad: List[str]) -> None:
             )
         for name in matching:
             parameters[name].requires_grad_(False)
+    if not lines and no_grad and not any(p.requires_grad for p in parameters.values()):
+        lines = [f"'trainer.no_grad' is {json.dumps(no_grad)}, which freezes all parameters."]
     if lines:
         raise ConfigurationError("\n".join(lines))
+
+
+def default_learning_rate(
+    trainer: Dict[str, Any], optimizer: Optional[torch.optim.Optimizer]
+) -> List[str]:
+    """
+    Returns a line with the learning rate if no key sets it.
+
+    # Parameters
+
+    trainer : `Dict[str, Any]`, required.
+        The section of the config.
+    optimizer : `Optional[torch.optim.Optimizer]`, required.
+        The optimizer of AllenNLP that has been constructed, if there is one.
+    """
+    section = trainer.get("optimizer")
+    rate = None if optimizer is None else optimizer.defaults.get("lr")
+    if rate is None or (isinstance(section, dict) and "lr" in section):
+        return []
+    return [f"trainer.optimizer.lr = {rate} (default of {type(optimizer).__name__}, because unset)"]
 
 
 def _similar(model: Model, pattern: str) -> str:
@@ -247,11 +273,9 @@ def wrap_model(
         If DeepSpeed can't shard the optimizer, or doesn't support `config` with this model.
     """
     if optimizer is None:
-        optimizer_check.check_section(config.engine_config["optimizer"], config)
+        optimizer_check.check_section(config)
     else:
-        name = type(optimizer).__name__
-        optimizer_check.check_elementwise(f"The optimizer is {name}", name, type(optimizer), config)
-        optimizer_check.check_updates(optimizer, config, kwargs["device"])
+        optimizer_check.check_object(optimizer, config, kwargs["device"])
     return DeepSpeedWrappedModel(model, config, optimizer=optimizer, **kwargs)
 
 

@@ -1,19 +1,19 @@
 from typing import Any, Iterator, Optional, Protocol, runtime_checkable
 
-import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data.data_loaders import DataLoader, TensorDict
 
-from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.training.agreement import Exchange
 from allennlp_deepspeed.training.chunking import copy_batch
+from allennlp_deepspeed.training_traits import traits_of
 
 
 @runtime_checkable
 class ValidatesWholeSet(Protocol):
-    """Protocol of models whose validation metrics are those of the data of all ranks together."""
-
-    validates_whole_set: bool
-    """Whether they are."""
+    """
+    Protocol of models whose validation metrics are those of the data of all ranks together, by the
+    trait `validates_whole_set`.
+    """
 
     def dummy_batch(self, batch: TensorDict) -> TensorDict:
         """
@@ -36,8 +36,7 @@ class EvenBatches:
 
     data_loader : `DataLoader`, required.
     model : `ValidatesWholeSet`, required.
-    device : `torch.device`, required.
-        The device that the process group communicates on.
+    exchange : `Exchange`, required.
 
     # Raises
 
@@ -46,11 +45,11 @@ class EvenBatches:
     """
 
     def __init__(
-        self, data_loader: DataLoader, model: ValidatesWholeSet, device: torch.device
+        self, data_loader: DataLoader, model: ValidatesWholeSet, exchange: Exchange
     ) -> None:
         self.data_loader = data_loader
         self._model = model
-        self._device = device
+        self._exchange = exchange
 
     def __len__(self) -> int:
         return len(self.data_loader)
@@ -62,12 +61,10 @@ class EvenBatches:
             batch = next(batches, None)
             # A copy, because the model may change the batch.
             last = last if batch is None else copy_batch(batch)
-            num_with_batch, num_without_any = collectives.all_reduce_sum(
-                [int(batch is not None), int(last is None)], self._device
-            )
-            if num_with_batch == 0:
+            agreed = self._exchange(has_batch=batch is not None, has_no_data=last is None)
+            if not agreed["has_batch"]:
                 return
-            if num_without_any > 0 or last is None:
+            if agreed["has_no_data"] or last is None:
                 raise ConfigurationError(
                     "A worker has no validation data: use fewer workers, or add instances to "
                     "'validation_data_path'."
@@ -75,7 +72,7 @@ class EvenBatches:
             yield self._model.dummy_batch(copy_batch(last)) if batch is None else batch
 
 
-def with_even_batches(data_loader: Any, model: Any, device: torch.device) -> Any:
+def with_even_batches(data_loader: Any, model: Any, exchange: Exchange) -> Any:
     """
     Returns a data loader for validation by a model that `validates_whole_set`. AllenNLP's loop
     leaves out batches that only some ranks have.
@@ -85,7 +82,7 @@ def with_even_batches(data_loader: Any, model: Any, device: torch.device) -> Any
     `ConfigurationError`
         If the model has no `dummy_batch`, or the `filler` of version 0.2.0.
     """
-    validates = getattr(model, "validates_whole_set", False)
+    validates = traits_of(model).validates_whole_set
     if validates and (not isinstance(model, ValidatesWholeSet) or hasattr(model, "filler")):
         raise ConfigurationError(
             f"{type(model).__name__} has 'validates_whole_set', which needs a method "
@@ -93,4 +90,4 @@ def with_even_batches(data_loader: Any, model: Any, device: torch.device) -> Any
         )
     # Compared with `None`, because its truth is its length, which a lazy loader doesn't have.
     has_data = validates and data_loader is not None
-    return EvenBatches(data_loader, model, device) if has_data else data_loader
+    return EvenBatches(data_loader, model, exchange) if has_data else data_loader

@@ -3,7 +3,7 @@ Refuses changes that a subclass or a callback makes to AllenNLP's trainer and th
 effect, because the engine does that part or has been constructed with it.
 """
 
-from typing import Any, Dict
+from typing import Dict
 
 from allennlp.common.checks import ConfigurationError
 
@@ -55,20 +55,4 @@ def check_trainer(own: type, trainer_class: type) -> None:
         raise ConfigurationError(
             f"{trainer_class.__name__} overrides '{name}', which the 'deepspeed' trainer doesn't "
             f"call, because the engine does this: {FIXED[name]}."
-        )
-
-
-def check_assignment(trainer: Any, name: str, value: Any) -> None:
-    """
-    Checks that an attribute may be set after the trainer has been constructed.
-
-    # Raises
-
-    `AttributeError`
-        If it is set to another value, which the engine wouldn't use.
-    """
-    if name in FIXED and getattr(trainer, name, None) is not value:
-        raise AttributeError(
-            f"'{name}' of a 'deepspeed' trainer can't be set after its engine was constructed. "
-            f"Instead, {FIXED[name]}."
         )

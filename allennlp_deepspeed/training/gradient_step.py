@@ -5,6 +5,7 @@ import torch
 from allennlp.data.data_loaders import TensorDict
 from torch.utils.hooks import RemovableHandle
 
+from allennlp_deepspeed.engine.gradient_synchronizer import GradientSynchronizer
 from allennlp_deepspeed.engine.lifecycle import loss_scaling
 from allennlp_deepspeed.engine.lifecycle.profiler_ranges import (
     BACKWARD,
@@ -14,22 +15,28 @@ from allennlp_deepspeed.engine.lifecycle.profiler_ranges import (
     phase,
 )
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
-from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import highest_learning_rate
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
 from allennlp_deepspeed.engine.parameters.finite_weights import FiniteWeights
-from allennlp_deepspeed.engine.parameters.weight_changes import (
-    RequiresGradDetector,
-    WeightChangeDetector,
-)
-from allennlp_deepspeed.engine.process.worker_failure import NotANumberError
+from allennlp_deepspeed.engine.parameters.free_memory import MemoryChoices
+from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
 from allennlp_deepspeed.reports.interval_metrics import OptimizerMetrics
-from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.training.batch_groups import BatchGroup
+from allennlp_deepspeed.training.gathered_parameters import GatheredSteps
+from allennlp_deepspeed.training.invariants import Invariants
 from allennlp_deepspeed.training.loss_weights import LossWeights
-from allennlp_deepspeed.training.reshard_after_micro_batch import ReshardAfterMicroBatch
 
 Outputs = Dict[str, torch.Tensor]
 Norm = Union[torch.Tensor, float, None]
+
+
+def highest_learning_rate(optimizer: torch.optim.Optimizer) -> Optional[float]:
+    """
+    Returns the highest learning rate of all parameter groups. `None` if the optimizer has relative
+    steps, as "huggingface_adafactor" without `lr`.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups if group["lr"] is not None]
+    return max(rates, default=None)
 
 
 class GradientStep:
@@ -41,19 +48,21 @@ class GradientStep:
 
     wrapped_model : `DeepSpeedWrappedModel`, required.
     gradient_synchronizer : `GradientSynchronizer`, required.
+    gathered_steps : `GatheredSteps`, required.
+    memory_choices : `MemoryChoices`, required.
     train_on : `Callable[[TensorDict, int, bool], Optional[Dict[str, torch.Tensor]]]`, required.
         Runs forward and backward instead, unless it returns `None`: `StepExtensions.train_on`.
     forward : `Callable[[TensorDict], Dict[str, torch.Tensor]]`, required.
         Returns the outputs of a micro-batch, with its `loss`.
-    record_losses : `Callable[[Dict[str, torch.Tensor]], None]`, required.
-        Called with the outputs of each micro-batch, before callbacks may change them.
+    record_losses : `Callable[[Dict[str, torch.Tensor], torch.Tensor], None]`, required.
+        Called with the outputs of each micro-batch, before callbacks may change them, and with its
+        loss, divided by the number of accumulation steps.
     weight_change_detector : `WeightChangeDetector`, required.
+    invariants : `Invariants`, required.
     run_backward : `Callable[[Dict[str, torch.Tensor]], bool]`, optional (default = `None`)
         Lets callbacks run backward from the outputs of a micro-batch. Returns whether one has.
     loss_weights : `LossWeights`, optional (default = `None`)
         `None` if losses aren't weighted.
-    reshard_after_micro_batch : `ReshardAfterMicroBatch`, optional (default = `None`)
-        `None` if parameters aren't sharded, or are resharded after each micro-batch.
     moving_average : `EvaluationWeights`, optional (default = `None`)
     """
 
@@ -61,16 +70,17 @@ class GradientStep:
         self,
         wrapped_model: DeepSpeedWrappedModel,
         gradient_synchronizer: GradientSynchronizer,
+        gathered_steps: GatheredSteps,
+        memory_choices: MemoryChoices,
         train_on: Callable[[TensorDict, int, bool], Optional[Outputs]],
         forward: Callable[[TensorDict], Outputs],
-        record_losses: Callable[[Outputs], None],
+        record_losses: Callable[[Outputs, torch.Tensor], None],
         weight_change_detector: WeightChangeDetector,
+        invariants: Invariants,
         run_backward: Optional[Callable[[Outputs], bool]] = None,
         loss_weights: Optional[LossWeights] = None,
-        reshard_after_micro_batch: Optional[ReshardAfterMicroBatch] = None,
         moving_average: Optional[EvaluationWeights] = None,
     ) -> None:
-        self._check_parameters = wrapped_model.check_parameters
         self._engine = wrapped_model.engine
         self._optimizer = wrapped_model.optimizer
         self._finds_micro_batch_size = wrapped_model.config.finds_micro_batch_size
@@ -82,6 +92,8 @@ class GradientStep:
             self.scaler = loss_scaling.grad_scaler(self._engine)
         self._may_overflow = self.scaler is not None or precision == "fp16"
         self._gradient_synchronizer = gradient_synchronizer
+        self._gathered_steps = gathered_steps
+        self._memory_choices = memory_choices
         self._prefetch_traces = PrefetchTraces(self._engine)
         self._train_on = train_on
         self._loss_weights = loss_weights
@@ -90,7 +102,7 @@ class GradientStep:
         self._record_losses = record_losses
         self._run_backward = run_backward
         self._weight_change_detector = weight_change_detector
-        self._requires_grad_detector = RequiresGradDetector(self._engine)
+        self._invariants = invariants
         self._moving_average = moving_average
         self._num_micro_batches = 0
         self._norm: Norm = None
@@ -99,45 +111,31 @@ class GradientStep:
         self.has_failed = False
         """Whether the engine has left out a step where no loss scale explains it."""
         self._skips_non_finite = loss_scaling.skips_non_finite(self._engine, self.scaler)
-        self.weights = FiniteWeights(self._engine)
+        self.weights = FiniteWeights(wrapped_model.shards)
         """Whether the weights are still finite."""
         self.is_in_step = False
         """Whether a step has begun whose weights haven't been updated."""
-        self.reshard_after_micro_batch = reshard_after_micro_batch
-        """Whether ZeRO-3 parameters are gathered again for each micro-batch."""
 
     @contextmanager
-    def accumulate(
-        self,
-        micro_batches: List[TensorDict],
-        num_accumulation_steps: int,
-        num_dummy_batches: int = 0,
-    ) -> Iterator[None]:
+    def accumulate(self, group: BatchGroup) -> Iterator[None]:
         """
         Context manager for the micro-batches of the step. At exit its gradients have been reduced.
 
         # Parameters
 
-        micro_batches : `List[TensorDict]`, required.
-            Those that `micro_batch` will be called with, in this order.
-        num_accumulation_steps : `int`, required.
-            The number of micro-batches that divides the losses.
-        num_dummy_batches : `int`, optional (default = `0`)
-            The number of dummy batches at the end, whose weight is 0 (`LossWeights.compute`).
+        group : `BatchGroup`, required.
+            The micro-batches that `micro_batch` will be called with, in this order.
         """
-        self.num_accumulation_steps = num_accumulation_steps
+        self.num_accumulation_steps = group.num_accumulation_steps
         self._num_micro_batches = 0
         self.is_in_step = True
-        self._requires_grad_detector.check()
+        self._invariants.check("requires_grad")
         if self._loss_weights is not None:
-            self._weights = self._loss_weights.compute(
-                micro_batches, num_accumulation_steps, num_dummy_batches
-            )
+            self._weights = self._loss_weights.compute(*group)
         self._gradient_synchronizer.start_step()
         with ExitStack() as step:
             step.enter_context(self._weight_change_detector.compare_during_passes())
-            if self.reshard_after_micro_batch is not None:
-                step.enter_context(self.reshard_after_micro_batch.micro_batches())
+            step.enter_context(self._gathered_steps.micro_batches())
             yield
 
     def micro_batch(self, batch: TensorDict, is_last: bool) -> Outputs:
@@ -158,7 +156,7 @@ class GradientStep:
         self._num_micro_batches += 1
         outputs = self._train_on(batch, self.num_accumulation_steps, is_last)
         if outputs is not None:
-            self._record_losses(outputs)
+            self._record_losses(outputs, outputs["loss"] / self.num_accumulation_steps)
             return outputs
         with self._gradient_synchronizer.micro_batch(is_last), self._prefetch_traces.use("train"):
             with phase(FORWARD):
@@ -169,7 +167,7 @@ class GradientStep:
             with phase(BACKWARD):
                 # Before callbacks, which may assign another loss without running backward.
                 loss = outputs["loss"] / self.num_accumulation_steps
-                self._record_losses(outputs)
+                self._record_losses(outputs, loss)
                 if self._run_backward is None or not self._run_backward(outputs):
                     try:
                         self._engine.backward(loss, scale_wrt_gas=False)
@@ -181,8 +179,7 @@ class GradientStep:
     @mark_phase(OPTIMIZER)
     def update(self, num_steps: int) -> Norm:
         """
-        Updates the weights and their moving averages, and finishes the step of gradients and
-        resharding.
+        Updates the weights and their moving averages, and finishes the step.
 
         # Parameters
 
@@ -195,17 +192,16 @@ class GradientStep:
             The norm of the gradient before clipping, if `grad_norm` enables it.
         """
         if self._weight_change_detector.is_due:
-            self._check_parameters()
             self._weight_change_detector.compare_before_step()
+            self._invariants.check("parameters", "requires_grad", "shared_attributes")
         has_stepped, norm = self._step_engine()
         self.has_failed = not (has_stepped or self._may_overflow)
         if self._weight_change_detector.is_due_each_step:
-            self._weight_change_detector.snapshot()
+            self._weight_change_detector.mark_unchanged()
         if self._moving_average is not None and has_stepped:
             self._moving_average.apply(num_steps)
         self._gradient_synchronizer.finish_step()
-        if self.reshard_after_micro_batch is not None:
-            self.reshard_after_micro_batch.finish_step()
+        self._memory_choices.finish_step()
         self.is_in_step = False
         return norm
 
@@ -248,23 +244,6 @@ class GradientStep:
         device.
         """
         return self.has_failed or not (self._skips_non_finite or self.weights.are_finite())
-
-    def non_finite_error(self, num_steps: int) -> NotANumberError:
-        """
-        Returns the error to raise on every rank if any `has_non_finite_gradients`.
-
-        # Parameters
-
-        num_steps : `int`, required.
-            The number of optimizer steps of all epochs, including the last.
-        """
-        or_before = "" if self.has_failed else " or before"
-        return NotANumberError(
-            f"NaN or infinite gradients encountered at global step {num_steps}{or_before}, "
-            "although no loss is NaN. `torch.autograd.set_detect_anomaly(True)` in the model's "
-            "constructor finds the operation, for example a square root, a norm or a division at "
-            "0. If the gradients are only too large for their norm, lower the learning rate."
-        )
 
     def pop_metrics(self) -> OptimizerMetrics:
         """

@@ -11,11 +11,14 @@ from allennlp.models import BasicClassifier, Model, SimpleTagger
 from allennlp.nn.util import get_text_field_mask
 
 from allennlp_deepspeed.training.chunking import has_batch_statistics
+from allennlp_deepspeed.training_traits import traits_of
 
 Number = Union[float, torch.Tensor]
 
 # Labels that PyTorch's cross entropy ignores.
 _IGNORED = -100
+
+_AUTO = "'trainer.num_gradient_accumulation_steps' is \"auto\""
 
 
 @runtime_checkable
@@ -65,7 +68,7 @@ def is_nan_without_terms(model: Model) -> bool:
 
 def averages_over_tokens(model: Model) -> bool:
     """Returns whether losses are always weighted by tokens, as those of a `TokenLossModel`."""
-    return getattr(model, "averages_loss_over_tokens", False)
+    return traits_of(model).averages_loss_over_tokens
 
 
 def check_class(model: Type[Model]) -> None:
@@ -77,19 +80,19 @@ def check_class(model: Type[Model]) -> None:
     `ConfigurationError`
         If the terms of the loss aren't known, or if it isn't a mean.
     """
-    auto = "'trainer.num_gradient_accumulation_steps' is \"auto\""
-    if getattr(model, "compares_examples", False):
-        raise ConfigurationError(
-            f"{auto}, but the loss of {model.__name__} compares the examples of a batch, and "
-            'isn\'t a mean over them: write "grad_cache": {"chunk_size": "auto"} instead, without '
-            "'trainer.global_batch_size'."
-        )
+    _check_is_mean(model)
     if model not in _OF_ALLENNLP and not hasattr(model, "num_loss_terms"):
         raise ConfigurationError(
-            f"{auto}, but it is unknown what the loss of {model.__name__} is averaged over: add a "
+            f"{_AUTO}, but it is unknown what the loss of {model.__name__} is averaged over: add a "
             "method 'num_loss_terms' to the model, which takes the inputs of 'forward' and "
             "returns the number of instances or tokens, or write a number of accumulation steps."
         )
+
+
+def _check_is_mean(model: Union[Model, Type[Model]]) -> None:
+    reason = traits_of(model).indivisible_loss
+    if reason is not None:
+        raise ConfigurationError(f"{_AUTO}, but {reason}")
 
 
 def check(model: Model) -> None:
@@ -102,20 +105,13 @@ def check(model: Model) -> None:
         If it isn't for this model.
     """
     check_class(type(model))
-    if getattr(model, "has_router_loss", False):
-        raise ConfigurationError(
-            "'trainer.num_gradient_accumulation_steps' is \"auto\", but the load-balancing loss "
-            "of experts ('output_router_logits') isn't a mean over instances: write a number of "
-            "accumulation steps, or \"output_router_logits\": false in 'model.config' or "
-            "'model.transformer_kwargs'."
-        )
+    _check_is_mean(model)
     for name, module in model.named_modules():
         if has_batch_statistics(module):
             raise ConfigurationError(
-                "'trainer.num_gradient_accumulation_steps' is \"auto\", but "
-                f"{type(module).__name__} ('{name}') computes statistics over a micro-batch, "
-                "whose size varies: use layer normalization, or write a number of accumulation "
-                "steps."
+                f"{_AUTO}, but {type(module).__name__} ('{name}') computes statistics over a "
+                "micro-batch, whose size varies: use layer normalization, or write a number of "
+                "accumulation steps."
             )
 
 

@@ -1,4 +1,5 @@
 import json
+import math
 from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
@@ -7,8 +8,8 @@ from allennlp.training.metric_tracker import MetricTracker
 from typing_extensions import override
 
 from allennlp_deepspeed.config.key_validation import nearest
-from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.metrics.distributed_metrics import named_metrics
+from allennlp_deepspeed.training.agreement import Exchange
 
 
 class UnknownMetricError(ConfigurationError):
@@ -24,12 +25,19 @@ class AgreedMetricTracker(MetricTracker):
     # Parameters
 
     metric_name : `Union[str, List[str]]`, required.
-    patience : `int`, optional (default = `None`)
+    patience : `int`, required.
+        `None` if training doesn't stop early.
+    exchange : `Exchange`, required.
     """
 
-    def __init__(self, metric_name: Union[str, List[str]], patience: Optional[int] = None) -> None:
+    def __init__(
+        self, metric_name: Union[str, List[str]], patience: Optional[int], exchange: Exchange
+    ) -> None:
         super().__init__(metric_name, patience)
+        self._exchange = exchange
         self._metric_name = metric_name
+        self.latest_score = math.nan
+        """The score of the latest validation, NaN if it can't be compared with the others."""
 
     @property
     def names(self) -> List[str]:
@@ -49,10 +57,12 @@ class AgreedMetricTracker(MetricTracker):
         score, problem = None, self.describe_missing(metrics)
         if problem is None:
             score = super().combined_score(metrics)
-        score, problem = collectives.broadcast_object((score, problem))
+        score, problem = self._exchange(score=(score, problem))["score"][0]
         if problem is not None:
             raise UnknownMetricError(problem)
-        return score  # type: ignore[return-value]
+        assert score is not None
+        self.latest_score = score
+        return score
 
     def describe_missing(self, metrics: Iterable[str]) -> Optional[str]:
         """Describes which of the tracked metrics aren't among these, `None` if all are."""
@@ -70,7 +80,10 @@ class AgreedMetricTracker(MetricTracker):
 
     @override
     def state_dict(self) -> Dict[str, Any]:
-        return {**super().state_dict(), "tracked_metrics": list(map(list, self.tracked_metrics))}
+        return {
+            **super().state_dict(),
+            "tracked_metrics": list(map(list, self.tracked_metrics)),
+        }
 
     @override
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
@@ -80,9 +93,40 @@ class AgreedMetricTracker(MetricTracker):
         """
         super().load_state_dict(state_dict)
         own = list(map(list, self.tracked_metrics))
+        # A callback may have set a tracker of AllenNLP's class.
         if state_dict.get("tracked_metrics", own) != own and self._best_so_far is not None:
             self._best_so_far = self.combined_score(self.best_epoch_metrics)
             self._epochs_with_no_improvement = 0
+            self.latest_score = math.nan
+
+
+class FirstMetrics(Dict[str, Any]):
+    """
+    Passes metrics to AllenNLP's loop in the place where it reads the `best_epoch_metrics` of the
+    tracker, once, and adds a prefix to their names.
+    """
+
+    def __init__(self, metrics: Dict[str, Any], tracker: AgreedMetricTracker) -> None:
+        super().__init__({WithoutPrefix(name): value for name, value in metrics.items()})
+        self._tracker, self._of_best_epoch = tracker, tracker.best_epoch_metrics
+
+    @override
+    def items(self) -> Any:
+        self._tracker.best_epoch_metrics = self._of_best_epoch
+        return super().items()
+
+
+def metrics_of_best(epoch: int, validated: Dict[str, float]) -> Dict[str, Any]:
+    """Returns what AllenNLP's loop adds to its metrics after the best validation so far."""
+    best = {f"best_validation_{name}": value for name, value in validated.items()}
+    return {"best_epoch": epoch, **best}
+
+
+class WithoutPrefix(str):
+    """A name that a prefix isn't added to."""
+
+    def __radd__(self, prefix: str) -> str:
+        return str(self)
 
 
 def has_unnamed_metric(model: torch.nn.Module) -> bool:

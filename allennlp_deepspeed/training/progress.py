@@ -1,5 +1,5 @@
 from dataclasses import dataclass, field
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 
@@ -24,6 +24,10 @@ class Progress:
     """Whether this rank has warned of batches that it drops, since other ranks have fewer."""
     num_forward_passes: int = 0
     """Number of forward passes for training in this epoch, by the trainer or by other callers."""
+    validated_point: PointInTime = PointInTime(0, 0)
+    """The point in time of the weights that have been validated last."""
+    best_epoch: Optional[int] = None
+    """The epoch with the best validation so far, if that was within the epoch, from 0."""
     _state_at_start: Dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -75,6 +79,8 @@ class Progress:
             "total_batches_completed": self.total_batches_completed,
             "should_validate_this_epoch": self.should_validate_this_epoch,
             "has_dropped_batches": self.has_dropped_batches,
+            "validated_point": list(self.validated_point),
+            "best_epoch": self.best_epoch,
         }
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
@@ -84,8 +90,9 @@ class Progress:
         """
         self.start_after_epochs_completed = state_dict["epochs_completed"]
         self.start_after_batches_in_epoch_completed = state_dict["batches_in_epoch_completed"]
-        # Not in checkpoints of earlier versions.
-        self.has_dropped_batches = state_dict.get("has_dropped_batches", False)
+        self.has_dropped_batches = state_dict["has_dropped_batches"]
+        self.validated_point = PointInTime(*state_dict["validated_point"])
+        self.best_epoch = state_dict["best_epoch"]
         self._state_at_start = state_dict
 
     def finish_fast_forward(self) -> None:

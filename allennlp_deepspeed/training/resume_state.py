@@ -7,6 +7,7 @@ from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
+from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.engine.process.random_states import (
     find_unrestorable_dropout,
     random_states,
@@ -63,6 +64,7 @@ class ResumeState:
         # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
         self._is_validating = False
+        self._has_finished_steps = False
         # The argument of `load_state_dict`, until its point in time is reached.
         self._pending_state: Optional[Dict[str, Any]] = None
         # The same, if the checkpoint was saved during a validation, until that is restarted.
@@ -81,7 +83,7 @@ class ResumeState:
         read.
         """
         self._before_validation = None
-        self._is_validating = False
+        self._is_validating = self._has_finished_steps = False
         self._restore_if_reached()
         epoch = self._progress.epochs_completed
         if self._progress.is_fast_forwarding and epoch < len(self._epoch_starts):
@@ -96,6 +98,7 @@ class ResumeState:
         read.
         """
         self._progress.complete_step()
+        self._validations.fast_forward(self._progress.batches_in_epoch_completed)
         self._restore_if_reached()
 
     def _restore_if_reached(self) -> None:
@@ -149,8 +152,9 @@ class ResumeState:
             it was trained, since a subclass of the trainer may read them.
         """
         epoch = self._progress.epochs_completed
+        self._has_finished_steps = True
         if self._progress.is_fast_forwarding_epoch:
-            self._validations.fast_forward()
+            self._validations.fast_forward(step=None)
             return {**next(iter(self._metrics[epoch : epoch + 1]), {}), **metrics}
         if self._interrupted_validation is not None:
             metrics = self._interrupted_validation["train_metrics"]
@@ -169,7 +173,22 @@ class ResumeState:
 
     def start_validation(self) -> None:
         """Records the start of a validation. Must be called before its data are read."""
+        if self.saves_during_validation and not self._has_finished_steps:
+            # The trainer restores everything else.
+            self._before_validation = copy.deepcopy(self._callback_states())
         self._validations.start()
+
+    def finish_validation(self) -> None:
+        """Must be called after a validation, unless it was interrupted."""
+        epochs, steps = self._progress.point
+        self._validations.finish(None if self._has_finished_steps else steps)
+        if self._has_finished_steps:
+            self._progress.validated_point = PointInTime(epochs + 1, 0)
+
+    @property
+    def is_validation_interrupted(self) -> bool:
+        """Returns whether `interrupt_validation` has been called in this epoch."""
+        return self._is_validating
 
     def interrupt_validation(self) -> None:
         """
@@ -216,12 +235,11 @@ class ResumeState:
         # By position as in AllenNLP: added callbacks are at the end.
         for callback, state in zip(self._user_callbacks(), state_dict["callbacks"]):
             callback.load_state_dict(state)
-        own_states = state_dict.get("own_callbacks", {})
+        own_states = state_dict["own_callbacks"]
         for name, callback in self._own_callbacks().items():
             if name in own_states:
                 callback.load_state_dict(own_states[name])
         self._pending_state = state_dict
         self._epoch_starts = list(state_dict["epoch_starts"])
-        # Not in checkpoints of earlier versions.
-        self._metrics = list(state_dict.get("metrics", []))
+        self._metrics = list(state_dict["metrics"])
         self._validations.load_state_dict(state_dict["validations"])

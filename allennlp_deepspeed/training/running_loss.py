@@ -44,8 +44,8 @@ class RunningLoss:
     def start_epoch(self, has_regularizer: bool) -> None:
         self._has_regularizer = has_regularizer
         self._losses = Losses(0.0, 0.0, 0.0, 0.0)
-        # For each step the loss, the regularization loss and the other terms of each micro-batch,
-        # and the number of micro-batches that divides them.
+        # For each step the divided loss, the regularization loss and the other terms of each
+        # micro-batch, and the number of micro-batches that divides the second.
         self._unread: List[Tuple[List[torch.Tensor], List[torch.Tensor], List[Terms], int]] = []
         self._num_unread = 0
         self._num_steps = 0
@@ -62,18 +62,27 @@ class RunningLoss:
         # Parameters
 
         num_accumulation_steps : `int`, required.
-            The number of micro-batches that divides the losses.
+            The number of micro-batches that divides the regularization losses.
         """
         if self._num_unread > self.max_unread:
             self.read()
         self._unread.append(([], [], [], num_accumulation_steps))
 
-    def add(self, batch_outputs: Dict[str, torch.Tensor]) -> None:
-        """Adds the losses of one micro-batch of the step."""
+    def add(self, batch_outputs: Dict[str, torch.Tensor], loss: torch.Tensor) -> None:
+        """
+        Adds the losses of one micro-batch of the step.
+
+        # Parameters
+
+        batch_outputs : `Dict[str, torch.Tensor]`, required.
+            The outputs of the model.
+        loss : `torch.Tensor`, required.
+            Its loss, divided by the number of micro-batches. It must not be changed later.
+        """
         losses, reg_losses, terms, _ = self._unread[-1]
-        # Copies, because the model and callbacks may change the tensors.
         # A number, without a gradient, is refused by backward.
-        losses.append(torch.as_tensor(batch_outputs["loss"]).detach().clone())
+        losses.append(torch.as_tensor(loss).detach())
+        # Copies, because the model and callbacks may change the tensors.
         if "reg_loss" in batch_outputs:
             reg_losses.append(batch_outputs["reg_loss"].detach().clone())
         terms.append(
@@ -142,11 +151,11 @@ class RunningLoss:
     def _add_step(
         self, losses: List[float], reg_losses: List[float], num_accumulation_steps: int
     ) -> None:
-        # In AllenNLP's order, so that only the rounding of the division differs.
+        # In AllenNLP's order.
         train_loss, train_reg_loss, _, batch_reg_loss = self._losses
         batch_loss = 0.0
         for loss in losses:
-            batch_loss += loss / num_accumulation_steps
+            batch_loss += loss
         for reg_loss in reg_losses:
             batch_reg_loss = reg_loss / num_accumulation_steps
             train_reg_loss += batch_reg_loss  # type: ignore[operator]

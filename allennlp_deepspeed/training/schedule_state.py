@@ -1,7 +1,16 @@
-from typing import Any, Dict, Iterator, Tuple
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 import torch
+from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
+    _PyTorchLearningRateSchedulerWithMetricsWrapper,
+)
 from allennlp.training.scheduler import Scheduler
+
+from allennlp_deepspeed.checkpoint.trainer_protocol import Stateful
+
+# Attributes that AllenNLP's schedules compute from "num_epochs" and the data.
+_LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
 
 # The entry of a `state_dict` with the states of the parts of a scheduler, by their paths.
 _PARTS = "parts of the scheduler"
@@ -46,6 +55,50 @@ class ScheduleState:
                     parts[f"{prefix}{name}"] = part
                     remaining.append((f"{prefix}{name}.", part))
         return parts
+
+
+@contextmanager
+def keep_group_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """
+    Context manager that restores the learning rates, momenta and other values of parameter groups.
+    When AllenNLP's "combined" is loaded, it constructs its current scheduler, which sets the
+    learning rates of its first epoch.
+    """
+    groups = optimizer.param_groups
+    values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    yield
+    for group, value in zip(groups, values):
+        group.update(value)
+
+
+def state_of(schedule: Optional[Scheduler]) -> Optional[Stateful]:
+    if schedule is None or not has_parts(schedule):
+        return schedule
+    return ScheduleState(schedule)
+
+
+def schedule_of(part: Stateful) -> Any:
+    return part.schedule if isinstance(part, ScheduleState) else part
+
+
+def length_of(part: Stateful) -> Dict[str, Any]:
+    """Returns the length of a schedule that ends with the training."""
+    part = schedule_of(part)
+    if not isinstance(part, Scheduler):
+        return {}
+    # A run that is resumed with more epochs uses the schedule of the new number, and not that of
+    # the former, which has ended.
+    return {name: value for name, value in vars(part).items() if name in _LENGTHS}
+
+
+def step_by_validation(schedule: Optional[Scheduler], score: float) -> None:
+    """
+    Steps a schedule that follows the validation, such as "reduce_on_plateau", after a validation
+    within an epoch. Others count epochs.
+    """
+    schedule = getattr(schedule, "current_scheduler", schedule)  # of "combined"
+    if isinstance(schedule, _PyTorchLearningRateSchedulerWithMetricsWrapper):
+        schedule.step(score)
 
 
 def has_parts(schedule: Any) -> bool:

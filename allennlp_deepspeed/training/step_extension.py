@@ -26,9 +26,10 @@ from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.config.declared_keys import TRAINER_KEYS
+from allennlp_deepspeed.engine.gradient_synchronizer import GradientSynchronizer
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.training.batch_groups import BatchGroup
-from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
+from allennlp_deepspeed.training_traits import traits_of
 
 Outputs = Dict[str, torch.Tensor]
 
@@ -205,6 +206,7 @@ class StepExtensions:
         self._classes = classes
         self._values = {key: arguments[key] for key in classes}
         self._extensions: List[StepExtension] = []
+        self._has_loss_of_all_ranks = False
         self.divides_batches = any(each.divides_batches for each in classes.values())
         """Whether micro-batches are parts of one batch."""
         self.makes_several_passes = self.divides_batches or any(
@@ -221,6 +223,7 @@ class StepExtensions:
 
     def construct(self, context: StepContext) -> None:
         """Constructs the extensions, after the engine has been initialized."""
+        self._has_loss_of_all_ranks = traits_of(context.model).has_loss_of_all_ranks
         self._extensions = [each(self._values[key], context) for key, each in self._classes.items()]
 
     @property
@@ -235,6 +238,9 @@ class StepExtensions:
         """Returns the micro-batches of a step."""
         for extension in self._extensions:
             group = extension.divide(group)
+        if self._has_loss_of_all_ranks:
+            # No rank's loss is divided by what another may lack.
+            group = group._replace(num_accumulation_steps=len(group.micro_batches))
         return group
 
     def receive_micro_batches(self, micro_batches: List[TensorDict]) -> None:

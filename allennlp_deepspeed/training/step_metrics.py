@@ -1,8 +1,9 @@
 import logging
 import time
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, ContextManager, Dict, Optional, Sequence
 
 import torch
 from allennlp.common import Tqdm
@@ -87,6 +88,8 @@ class SynchronizationInterval:
         self._length = num_steps or 1
         self._num_steps = 0
         self._start_time = time.monotonic()
+        self.agreed_seconds = 0.0
+        """The seconds per step of the slowest rank, before the last synchronization."""
 
     @property
     def num_steps(self) -> int:
@@ -98,6 +101,11 @@ class SynchronizationInterval:
         """Returns whether the ranks synchronize after every step."""
         return self._fixed_num_steps == 1
 
+    @property
+    def is_in_last_step(self) -> bool:
+        """Returns whether the ranks synchronize after the step that hasn't been counted yet."""
+        return self._num_steps + 1 >= self._length
+
     def start_epoch(self) -> None:
         """
         Restarts the clock after a pause in training. Must be called when the ranks have
@@ -107,25 +115,26 @@ class SynchronizationInterval:
 
     def finish_step(self) -> bool:
         """Counts a step. Returns whether the ranks synchronize after it."""
+        is_last = self.is_in_last_step
         self._num_steps += 1
-        return self._num_steps >= self._length
+        return is_last
 
     def seconds_per_step(self) -> float:
         """Returns the seconds per step on this rank since the last synchronization."""
         return (time.monotonic() - self._start_time) / max(self._num_steps, 1)
 
-    def start_next(self, seconds_per_step: float) -> None:
+    def set_next_length(self, seconds_per_step: float) -> None:
         """
-        Starts the next interval.
-
-        # Parameters
-
-        seconds_per_step : `float`, required.
-            The seconds of the slowest rank, so that all ranks read after the same steps.
+        Sets the length of the next interval, by the seconds of the slowest rank, so that all ranks
+        read after the same steps.
         """
+        self.agreed_seconds = seconds_per_step
         if self._fixed_num_steps is None:
             fitting = int(_SECONDS / max(seconds_per_step, _SECONDS / _MAX_STEPS))
             self._length = max(1, fitting)
+
+    def start_next(self) -> None:
+        """Starts the next interval."""
         self._num_steps = 0
         self._start_time = time.monotonic()
 
@@ -265,6 +274,10 @@ class StepMetrics:
         if self._progress_bar is not None:
             self._progress_bar.close()
 
+    def paused_progress_bar(self) -> ContextManager[None]:
+        """Context manager in which another bar can be drawn, if the bar of the epoch allows it."""
+        return getattr(self._progress_bar, "paused", nullcontext)()
+
     def start_step(
         self, num_accumulation_steps: int, micro_batches: Sequence[TensorDict] = ()
     ) -> None:
@@ -298,17 +311,10 @@ class StepMetrics:
         if metrics is not None:
             metrics.load()
 
-    def log(self, seconds_per_step: float, optimizer_metrics: OptimizerMetrics) -> None:
+    def log(self, optimizer_metrics: OptimizerMetrics) -> None:
         """
         Updates the progress bar and reports. It synchronizes with the device. Every rank must call
-        it.
-
-        # Parameters
-
-        seconds_per_step : `float`, required.
-            The seconds per step of the slowest rank.
-
-        optimizer_metrics : `OptimizerMetrics`, required.
+        it, when the ranks have agreed on the seconds per step.
         """
         self._compute_metrics()
         metrics, loss = self._metrics_so_far(), self.losses.pop_mean()
@@ -320,7 +326,7 @@ class StepMetrics:
         num_steps = self.synchronization_interval.num_steps
         interval = IntervalMetrics(
             num_steps=num_steps,
-            seconds=num_steps * seconds_per_step,
+            seconds=num_steps * self.synchronization_interval.agreed_seconds,
             num_instances=self._num_instances,
             loss=loss,
             metrics=metrics,
@@ -329,7 +335,7 @@ class StepMetrics:
         if self._report is not None:
             self._report.log_interval(interval)
         self._num_instances = 0
-        self.synchronization_interval.start_next(seconds_per_step)
+        self.synchronization_interval.start_next()
 
     def epoch_metrics(self) -> Dict[str, float]:
         """

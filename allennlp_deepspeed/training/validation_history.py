@@ -1,14 +1,13 @@
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
-import torch
 from allennlp.common import Tqdm
 from allennlp.data.data_loaders import MultiProcessDataLoader
 
-from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.random_states import (
     random_states,
     set_random_states,
 )
+from allennlp_deepspeed.training.agreement import Exchange
 from allennlp_deepspeed.training.even_batches import EvenBatches
 from allennlp_deepspeed.training.progress import Progress
 
@@ -25,69 +24,86 @@ class ValidationHistory:
     progress : `Progress`, required.
     data_loader : `Any`, required.
         The data loader of the validation data, or `None`.
-    device : `torch.device`, required.
-        The device that the process group communicates on.
+    exchange : `Exchange`, required.
     shows_progress : `bool`, required.
         Whether AllenNLP's loop shows a progress bar on this rank, which reads the length of the
         loader.
-    agree_on_interruption : `Callable[[str], None]`, required.
-        Called between batches, with a description of the current phase.
+    stop_if_signaled : `Callable[[str], None]`, required.
+        Called between batches, with a description of the current phase, when the ranks have agreed
+        on signals.
     """
 
     def __init__(
         self,
         progress: Progress,
         data_loader: Optional[Any],
-        device: torch.device,
+        exchange: Exchange,
         shows_progress: bool,
-        agree_on_interruption: Callable[[str], None],
+        stop_if_signaled: Callable[[str], None],
     ) -> None:
         self._progress = progress
         self._data_loader = data_loader
-        self._device = device
+        self._exchange = exchange
         self._shows_progress = shows_progress
-        self._agree_on_interruption = agree_on_interruption
-        self._epochs: List[int] = []
-        self._starts: List[Dict[str, Any]] = []
+        self._stop_if_signaled = stop_if_signaled
+        # The random states at the start of each validation, by its epoch, and its step within the
+        # epoch.
+        self._starts: Dict[Tuple[int, Optional[int]], Dict[str, Any]] = {}
+        self._start: Dict[str, Any] = {}
 
     def start(self) -> None:
+        """Must be called before a validation reads its data."""
+        if _has_position(self._data_loader):
+            self._start = random_states()
+
+    def finish(self, step: Optional[int]) -> None:
         """
-        Records the start of a validation. Must be called before the validation of an epoch reads
-        its data.
+        Records the validation that `start` has been called for.
+
+        # Parameters
+
+        step : `int`, required.
+            The step within the epoch after which it was; `None` for that at the end of the epoch.
         """
         if _has_position(self._data_loader):
-            self._epochs.append(self._progress.epochs_completed)
-            self._starts.append(random_states())
+            self._starts[self._progress.epochs_completed, step] = self._start
 
-    def fast_forward(self) -> None:
+    def fast_forward(self, step: Optional[int]) -> None:
         """
-        Rereads the data of the epoch's validation, if there was one. Every rank must call it after
-        reading the training data of an epoch that isn't trained again.
+        Rereads the data of the validation after this step, if there was one. Every rank must call
+        it after reading the training data of a step or, with `None`, of an epoch that isn't trained
+        again. The random states remain.
         """
-        epoch = self._progress.epochs_completed
-        if epoch not in self._epochs:
+        start = self._starts.get((self._progress.epochs_completed, step))
+        if start is None:
             return
-        set_random_states(self._starts[self._epochs.index(epoch)])
+        before = random_states()
+        set_random_states(start)
+        self._read()
+        set_random_states(before)
+
+    def _read(self) -> None:
         batches: Any = self._data_loader
         if self._shows_progress:
             batches = Tqdm.tqdm(batches, desc="fast-forwarding validation data")
         for _ in batches:
             # The same ranks stop at the same batch as in AllenNLP's loop.
-            if collectives.all_reduce_any(False, self._device):
+            if self._exchange("signal", is_at_end=False)["is_at_end"]:
                 return
-            self._agree_on_interruption("while fast-forwarding to the checkpoint")
-        collectives.all_reduce_any(True, self._device)
+            self._stop_if_signaled("while fast-forwarding to the checkpoint")
+        self._exchange("signal", is_at_end=True)
 
     def state_dict(self) -> Dict[str, Any]:
-        return {"epochs": list(self._epochs), "starts": list(self._starts)}
+        epochs, steps = zip(*self._starts) if self._starts else ((), ())
+        return {
+            "epochs": list(epochs),
+            "steps": list(steps),
+            "starts": list(self._starts.values()),
+        }
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """
-        Restores the history without the epochs after the checkpoint, which are validated again.
-        """
-        start = self._progress.resume_point
-        self._epochs = [epoch for epoch in state_dict["epochs"] if epoch < start.epochs]
-        self._starts = state_dict["starts"][: len(self._epochs)]
+        points = zip(state_dict["epochs"], state_dict["steps"])
+        self._starts = dict(zip(points, state_dict["starts"]))
 
 
 def _has_position(data_loader: Any) -> bool:

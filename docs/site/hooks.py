@@ -19,7 +19,7 @@ from docs.site import sources
 
 # Search ranks guides above the reference of keys, and both above pages in these parts of the
 # navigation. It ranks a title 1,000 times as high as text.
-_LAST_IN_SEARCH = {"Results", "Project", "API"}
+_LAST_IN_SEARCH = {"Results", "For maintainers", "API"}
 _GUIDE, _REFERENCE = 10_000, 100
 
 # A block of output that has lines drawn in it.
@@ -39,7 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if _LAST_IN_SEARCH.isdisjoint(section.title for section in page.ancestors):
+    sections = [section.title for section in page.ancestors]
+    if sections and _LAST_IN_SEARCH.isdisjoint(sections):  # the changelog has none
         is_reference = page.file.src_uri == "reference.md"
         page.meta["search"] = {"boost": _REFERENCE if is_reference else _GUIDE}
     for path, in_site in sources.pages().items():

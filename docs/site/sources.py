@@ -17,13 +17,13 @@ _PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
-    "benchmarks/NOTES.md": "benchmarks/notes.md",
+    "evidence/NOTES.md": "evidence/notes.md",
 }
-_RESULTS = "benchmarks/results"
+_RESULTS = "evidence/results"
 
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")
-_MODULE_OF_ROOM = re.compile(rf"{PACKAGE}/(?:(\w+)/)?(\w+)\.py")
+_MODULE_OF_ROOM = re.compile(rf"{PACKAGE}/(?:(\w+)/(?:\w+/)*)?(\w+)\.py")
 
 
 def pages() -> Dict[str, str]:
@@ -41,8 +41,10 @@ def rooms() -> Dict[str, List[str]]:
     """The modules of each page of the API reference, by the name of the page."""
     found = {}
     for path in sorted((ROOT / PACKAGE).glob("*/__init__.py")):
-        modules = [module.stem for module in path.parent.glob("*.py") if module != path]
-        found[path.parent.name] = [f"{PACKAGE}.{path.parent.name}.{m}" for m in sorted(modules)]
+        files = [file for file in path.parent.rglob("*.py") if file.stem != "__init__"]
+        found[path.parent.name] = sorted(
+            ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files
+        )
     top = [path.stem for path in (ROOT / PACKAGE).glob("*.py") if path.stem != "__init__"]
     found["modules"] = [f"{PACKAGE}.{module}" for module in sorted(top)]
     return found

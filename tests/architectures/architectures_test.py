@@ -1,4 +1,4 @@
-"""Two of the types of `make architectures`: one that trains, and one that is refused."""
+"""Two types of `python -m evidence architectures`: one that trains, and one that is refused."""
 
 from tests.architectures.trial import TOLERANCE, try_type
 

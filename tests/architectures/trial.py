@@ -7,7 +7,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from tests.architectures.shrunken import VOCABULARY_SIZE, shrunken
 from tests.support.side_by_side import Batch, Side
 from tests.support.workers import run_workers

@@ -90,6 +90,7 @@ class Case:
     interrupted_after: Optional[List[int]] = None
     save_every_num_batches: Optional[int] = None
     entry: str = "from_params"
+    stage_after_interruption: Optional[int] = None
 
     def __str__(self) -> str:
         values = asdict(self)
@@ -245,6 +246,13 @@ def chosen() -> List[Case]:
         **two,
     }
     layouts = ["channels_last", "scalar", "transposed"]
+    cached_in_fp16: Config = {
+        "precision": "fp16",
+        "loss_scale_power": 12,
+        "contrastive": True,
+        "parts": ["scalar"],
+    }
+    by_worker: Config = {"heads": "by_worker", "find_unused_parameters": True, **two}
     stages_and_settings: List[Any] = [
         *(
             (stage, {"contrastive": True, "chunk_size": 2, "parts": ["batch_norm"]})
@@ -273,6 +281,23 @@ def chosen() -> List[Case]:
         *(
             (stage, {**in_some_micro_batches, "synchronization": mode, "overlap_comm": True})
             for stage, mode in ((2, "step"), (2, "micro_batch"), (3, "step"))
+        ),
+        (0, everything),
+        (3, everything),
+        (3, {"precision": "bf16", "entry": "command", **two}),
+        *((stage, {"precision": "fp16", "clipping": "norm", **two}) for stage in range(4)),
+        *(
+            (stage, {**cached_in_fp16, "chunk_size": size})
+            for stage, size in ((0, 3), (2, 4), (3, 1))
+        ),
+        *(
+            (2, {**by_worker, "accumulation": 3, "synchronization": mode})
+            for mode in ("step", "micro_batch")
+        ),
+        (3, by_worker),
+        *(
+            (stage, {"precision": precision, "optimizer": "adagrad"})
+            for stage, precision in ((0, "bf16"), (1, "fp16"), (2, "bf16"), (3, "fp16"))
         ),
     ]
     return [
@@ -334,7 +359,20 @@ def draw(index: int, seed: int = SEED) -> Case:
         save_every_num_batches=sometimes(0.6, 1, 2),
         entry=sometimes(0.05, "command", otherwise="from_params"),
     )
-    return _made_possible(case, is_contradictory=random.random() < 0.1)
+    case = _made_possible(case, is_contradictory=random.random() < 0.1)
+    if case.interrupted_after is not None and _is_the_same_at_every_stage(case):
+        others = [other for other in range(4) if other != stage]
+        case.stage_after_interruption = sometimes(0.7, *others)
+    return case
+
+
+def _is_the_same_at_every_stage(case: Case) -> bool:
+    """Whether other stages train the same, and refuse nothing of it."""
+    is_plain = case.precision == "fp32" and case.offload is None and case.heads == "one"
+    is_everywhere = {"empty", "max_norm"}.isdisjoint(case.parts)
+    is_within = case.synchronization != "micro_batch" and not case.find_unused_parameters
+    is_within = is_within and case.entry == "from_params"
+    return is_plain and is_everywhere and is_within
 
 
 def _made_possible(case: Case, is_contradictory: bool) -> Case:

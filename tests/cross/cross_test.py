@@ -1,6 +1,6 @@
 """
-Combinations of features, drawn at random and chosen, train as plain PyTorch does. `make cross` has
-more.
+Combinations of features, drawn at random and chosen, train as plain PyTorch does. `python -m
+evidence cross` has more.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.cross.__main__ import judge
+from evidence.studies.cross import judge
 from tests.cross.case import Case, chosen, draw
 from tests.cross.plain import Fault, train_plainly
 from tests.cross.training import Finished, train_all
@@ -58,7 +58,7 @@ def test_combinations_of_features_train_as_plain_pytorch_does(
     problems = judge(case, finished, with_faults=False).problems
     assert not problems, (
         "\n".join([str(case), *problems])
-        + f"\n`python -m tests.cross --case {case.index}` runs it again."
+        + f"\n`python -m evidence cross --only {case.index}` runs it again."
     )
 
 

@@ -19,7 +19,7 @@ from allennlp.nn.util import masked_mean
 from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 
-from allennlp_deepspeed.contrastive import ContrastiveModel
+from allennlp_deepspeed.models.contrastive import ContrastiveModel
 
 DIM = 8
 NUM_TOKENS = 6  # of the vocabulary

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
@@ -162,6 +163,8 @@ def train(case: Case, rank: int, directory: Path) -> Finished:
     except Interruption:
         # Recovery must not depend on what it finds in the process.
         torch.manual_seed(rank)
+        if case.stage_after_interruption is not None:
+            case = replace(case, stage=case.stage_after_interruption)
         trainer = _construct(case, rank, serialization_dir)
         trainer.train()
     if case.workers == 1:

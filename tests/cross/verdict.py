@@ -18,7 +18,7 @@ from tests.cross.training import Finished
 # has 8 significant bits: each activation and each gradient is rounded by up to 2**-9, in some ten
 # places one after another, and where the order of two sums differs, the last bit does. fp16 has 11
 # bits. The fault that is smallest, one micro-batch that is lost or counts twice, makes more, which
-# `python -m tests.cross` checks for each case.
+# `python -m evidence cross` checks for each case.
 TOLERANCE = {"fp32": 1e-5, "autocast": 0.03, "bf16": 0.03, "fp16": 0.005}
 # The weights themselves are rounded too, in each step.
 ROUNDING_OF_WEIGHTS = 2.0**-23

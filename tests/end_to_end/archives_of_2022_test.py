@@ -1,6 +1,6 @@
 """
 What AllenNLP 2.10.1 has written in an environment of 2022, with PyTorch 1.12 and transformers 4.20,
-is used today. `tests.original.fixtures` has made it.
+is used today. `evidence.original.fixtures` has made it.
 """
 
 import json
@@ -32,9 +32,10 @@ from transformers import (
     T5ForConditionalGeneration,
     ViTConfig,
     ViTModel,
+    YosoConfig,
 )
 
-from tests.original.fixtures import ARCHIVES, DATA, DIRECTORY, INTERRUPTED
+from evidence.original.fixtures import ARCHIVES, DATA, DIRECTORY, INTERRUPTED
 from tests.support.command import REPOSITORY, allennlp
 from tests.support.experiment import PACKAGES, deepspeed, write_config
 
@@ -215,6 +216,19 @@ SMALL = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 def test_a_setting_that_transformers_ignores_is_refused(config: Any, key: str) -> None:
     with pytest.raises(ConfigurationError, match=key):
         AutoModel.from_config(config)
+
+
+def test_padding_that_transformers_does_not_mask_is_refused(tmp_path: Path) -> None:
+    """Alone, where it would change what the model puts out."""
+    AutoModel.from_config(YosoConfig(**SMALL)).save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path).eval()
+    ids, mask = torch.tensor([[2, 5, 3, 1]]), torch.tensor([[1, 1, 1, 0]])
+    with pytest.raises(ConfigurationError, match="batch_size"):
+        model(input_ids=ids, attention_mask=mask)
+    with pytest.raises(ConfigurationError, match="batch_size"):
+        model(ids, mask)
+    outputs = [model(ids, each).last_hidden_state for each in (None, torch.ones_like(mask))]
+    torch.testing.assert_close(*outputs, atol=0, rtol=0)
 
 
 def test_different_weights_are_not_loaded_into_one() -> None:

@@ -16,7 +16,7 @@ from allennlp.modules import TokenEmbedder
 from transformers import AutoModel
 
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.lora import find_transformers
+from allennlp_deepspeed.models.lora import find_transformers
 from tests.fixtures import dense_attention  # noqa: F401  # registers what it has
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import (

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fixtures.polarity import write_data
 from tests.fixtures.tiny_bert import tiny_bert
-from tests.support.command import REPOSITORY, Run, allennlp
+from tests.support.command import REPOSITORY, Run, allennlp, subprocess_allennlp
 
 BASE = (Path(__file__).parents[1] / "fixtures" / "polarity.jsonnet").read_text()
 
@@ -22,6 +22,11 @@ ENGINE = '"deepspeed_config": "zero_2",'
 LOADER = '"data_loader": {"batch_sampler": {"type": "bucket", "batch_size": batch_size, '
 SIZE = '"batch_size": batch_size'
 TEST = '"evaluate_on_test": true,'
+DROPOUT = '"dropout": 0.1,'
+SCHEDULER = (
+    '"learning_rate_scheduler": {"type": "slanted_triangular", "num_epochs": epochs, '
+    '"num_steps_per_epoch": 20},'
+)
 
 
 def trainer(text: str) -> Tuple[str, str]:
@@ -60,7 +65,6 @@ REFUSED: Dict[str, Tuple[str, str]] = {
         f'{TEST} "distributed": {{"cuda_devices": [-1, -1]}},',
     ),
     "batch size with a fraction": (SIZE, '"batch_size": 16.5'),
-    "batch size below 0": (SIZE, '"batch_size": -4'),
     "batch size as a string": (SIZE, '"batch_size": "sixteen"'),
     "batch size 0 of the validation": (
         '{"batch_size": 32, "shuffle": false}',
@@ -88,37 +92,94 @@ REFUSED: Dict[str, Tuple[str, str]] = {
     "type of an argument": ('"train_parameters": true', '"train_parameters": "yes"'),
     "unknown callback": ('"type": "grad_log"', '"type": "gradlog"'),
     "unknown model": ('"type": "polarity",', '"type": "polarty",'),
-    "unknown reader": ('"polarity_jsonl"', '"polarity_json"'),
     "unknown indexer": (
         '"bert": {"type": "pretrained_transformer_mismatched", "model_name": transformer, '
         '"max_length": 32},\n    },\n  },\n  "train',
         '"bert": {"type": "pretrained_transformers"},\n    },\n  },\n  "train',
     ),
-    "unknown scheduler": ('"slanted_triangular"', '"cosine_warmup"'),
     "unknown optimizer": ('"huggingface_adamw"', '"AdamWW"'),
     "argument of the optimizer": ('"weight_decay": 0.01', '"weigth_decay": 0.01'),
     "argument of the scheduler": ('"num_steps_per_epoch": 20', '"steps_per_epoch": 20'),
     "initializer": ('{"type": "xavier_normal"}', '{"type": "xavier"}'),
+    "mode of an initializer": (
+        '{"type": "xavier_normal"}',
+        '{"type": "kaiming_normal", "mode": "fan_inn"}',
+    ),
+    "pattern of an initializer": ('"classifier.weight"', '"*classifier.weight"'),
+    "string for a list": (DROPOUT, f'{DROPOUT} "class_weights": "balanced",'),
+    "betas": ('"lr": lr, ', '"lr": lr, "betas": [0.9], '),
+    "parameter group": ('[["bias"], {"weight_decay": 0.0}]', '["bias"], {"weight_decay": 0.0}'),
+    "modules with activation checkpointing": trainer('"activation_checkpointing": ["encodr"]'),
     "key of TrainingArguments": trainer('"warmup_ratio": 0.1'),
     "key of TrainingArguments with one here": trainer('"logging_steps": 10'),
     "num_epochs as a string": ('"num_epochs": epochs,\n    "pat', '"num_epochs": "ten",\n    "pat'),
     "frozen parameters that there aren't": trainer('"no_grad": ["classifier", "text_embeder"]'),
     "typo at the top level": ('"validation_data_loader"', '"validation_dataloader"'),
     "key of AllenNLP 1 at the top level": (TEST, '"iterator": {"type": "basic"},'),
+    "size of the encoder": ('"input_size": 32', '"input_size": 768'),
+    "size of the feed-forward network": (
+        DROPOUT,
+        f'{DROPOUT} "feedforward": {{"input_dim": 32, "num_layers": 1, "hidden_dims": 8, '
+        '"activations": "relu"},',
+    ),
+    "activation": (
+        DROPOUT,
+        f'{DROPOUT} "feedforward": {{"input_dim": 64, "num_layers": 1, "hidden_dims": 8, '
+        '"activations": "rellu"},',
+    ),
+    "number in quotes": (DROPOUT, '"dropout": "0.1",'),
+    "rate in quotes": ('{"weight_decay": 0.0}', '{"lr": "1e-5"}'),
+    "null in quotes": (PATIENCE, '"patience": "null",'),
+    "None of Python": (PATIENCE, '"patience": None,'),
+    "callback of Lightning": ('{"type": "grad_log", "every": 5}', '"EarlyStopping"'),
+    "bf16 within zero_optimization": engine('"zero_optimization": {"bf16": {"enabled": true}}'),
+    "key of Lightning in DeepSpeed's section": engine('"accumulate_grad_batches": 4'),
+    "scheduler of Hugging Face": (SCHEDULER, '"learning_rate_scheduler": "cosine",'),
+    "choice of the scheduler": (
+        SCHEDULER,
+        '"learning_rate_scheduler": {"type": "reduce_on_plateau", "mode": "maximum"},',
+    ),
+    "a misspelt section": ('"trainer": {', '"trainner": {'),
+    "device as a string": trainer('"cuda_device": "0"'),
+    "one worker": (TEST, '"distributed": {"cuda_devices": [-1]},'),
+    "unknown train loop": (TEST, f'{TEST} "type": "trainer",'),
     "data set of the vocabulary": (TEST, '"datasets_for_vocab_creation": ["dev"],'),
 }
 
 # Only a training shows that they are wrong.
 FOUND_BY_TRYING: Dict[str, Tuple[str, str]] = {
     "unknown metric": ('"+macro_f1"', '"+f1"'),
-    "size of the encoder": ('"input_size": 32', '"input_size": 768'),
     "learning rate": ("local lr = 1e-3", "local lr = 1e30"),
+}
+
+# Valid, and rarely meant.
+WARNED: Dict[str, Tuple[str, str]] = {
+    "sign": ('"+macro_f1"', '"+loss"'),
+    "prefix of a metric": ('"+macro_f1"', '"+validation_macro_f1"'),
+    "unknown metric": ('"+macro_f1"', '"+f1"'),
+    "no validation data": ('"validation_data_path": data + "dev.jsonl",', ""),
+    "the same data": ('"dev.jsonl"', '"train.jsonl"'),
+    "namespaces": (TEST, f'{TEST} "vocabulary": {{"non_padded_namespaces": []}},'),
+    "length of the indexer": ('"max_length": 32},', '"max_length": 16},'),
+    "batches that are never full": (
+        LOADER,
+        LOADER.replace('{"batch_sampler', '{"max_instances_in_memory": 10, "batch_sampler'),
+    ),
+    "epochs of the schedule": ('"num_epochs": epochs, "num', '"num_epochs": 9, "num'),
+    "rate of Adam": ("local lr = 1e-3", "local lr = 1e3"),
+    "pattern of an initializer": ('"classifier.weight"', '"clasifier.weight"'),
+    "key of a parameter group": ('{"weight_decay": 0.0}', '{"weight_dekay": 0.0}'),
+    "wordpieces of words": (
+        '"tokenizer": {"type": "whitespace"}',
+        '"tokenizer": {"type": "pretrained_transformer", "model_name": transformer}',
+    ),
 }
 
 VALID: Dict[str, Tuple[str, str]] = {
     "as it is": ("", ""),
     "an import that isn't used": ("local lr", 'local x = import "nope.jsonnet";\nlocal lr'),
     "a GPU that this machine lacks": trainer('"cuda_device": 0'),
+    "a batch of more instances than are read": (SIZE, '"batch_size": 90, "drop_last": true'),
 }
 
 OVERRIDES = {
@@ -145,7 +206,9 @@ def check(project: Path, tmp_path: Path) -> Check:
         old, new = change
         assert old in BASE
         (tmp_path / "config.jsonnet").write_text(BASE.replace(old, new, 1))
-        os.symlink(tmp_path / "config.jsonnet", project / f"{tmp_path.name}.jsonnet")
+        link = project / f"{tmp_path.name}.jsonnet"
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / "config.jsonnet")
         return allennlp(
             "deepspeed",
             "check",
@@ -191,6 +254,47 @@ def test_a_config_that_trains_is_valid(name: str, check: Check) -> None:
     assert run.returncode == 0, run.output
 
 
+@pytest.mark.parametrize("name", WARNED)
+def test_a_valid_config_that_is_rarely_meant_has_a_warning(
+    name: str, check: Check, expect_message: Callable[[str], None]
+) -> None:
+    lines = check(WARNED[name]).check().output.splitlines()
+    warnings = [line for line in lines if line.startswith("Warning: ")]
+    assert warnings
+    expect_message("\n".join(warnings))
+
+
+def test_a_learning_rate_that_no_key_sets_is_shown(check: Check) -> None:
+    shown = check(('"lr": lr, ', "")).check().output
+    assert re.search(r"^trainer\.optimizer\.lr = [\d.e-]+ ", shown, re.MULTILINE)
+    assert "trainer.optimizer.lr = " not in check(("", "")).check().output
+
+
+def test_a_section_that_replaces_that_of_an_import_is_named(
+    check: Check, project: Path, expect_message: Callable[[str], None]
+) -> None:
+    (project / "base.jsonnet").write_text(BASE)
+    for trainer in ('"trainer": {"num_epochs": 2}', '"trainer"+: {"optimizer": {"lr": 1e-5}}'):
+        run = check((BASE, f'(import "{project}/base.jsonnet") + {{{trainer}}}'))
+        assert (run.returncode == 0) == ("+:" in trainer), run.output
+        lines = [line for line in run.output.splitlines() if "base.jsonnet" in line]
+        expect_message("\n".join(lines).replace(str(project), "PROJECT"))
+
+
+def test_a_package_that_there_is_not_is_named(project: Path) -> None:
+    included = ["--include-package", "tests.fixture"]
+    run = subprocess_allennlp("deepspeed", "check", "base.jsonnet", *included, cwd=project)
+    assert run.returncode == 1
+    assert "Traceback" not in run.output
+    assert "--include-package tests.fixture:" in run.output
+
+
+def test_the_loss_of_one_batch_is_shown_step_by_step(check: Check) -> None:
+    run = check(("local lr = 1e-3", "local lr = 1e-2"), "--overfit", "--steps", "30")
+    losses = [float(loss) for loss in re.findall(r"\d+: ([\d.e-]+)", run.check().output)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
 @pytest.mark.parametrize("name", FOUND_BY_TRYING)
 def test_trying_shows_what_only_a_training_does(
     name: str, check: Check, tmp_path: Path, expect_message: Callable[[str], None]
@@ -199,9 +303,8 @@ def test_trying_shows_what_only_a_training_does(
     assert run.returncode == 1, run.output
     assert "Traceback" not in run.output
     lines = [line for line in run.output.splitlines() if "trial failed" in line]
-    if name != "size of the encoder":  # which the first step shows
-        # What has ended is said before.
-        assert "  first training step" in run.output.partition(lines[0])[0]
+    # What has ended is said before.
+    assert "  first training step" in run.output.partition(lines[0])[0]
     text = "\n".join(lines).replace(str(REPOSITORY), "REPOSITORY")
     expect_message(re.sub(r"line \d+", "line N", text))
     assert os.listdir(tmp_path) == ["config.jsonnet"]

@@ -17,14 +17,14 @@ from allennlp.training.util import evaluate
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from tests.end_to_end.checkpoint_test import recover
 from tests.end_to_end.export_test import exported
-from tests.end_to_end.precision_test import FP16
 from tests.fixtures.tiny_gguf import VOCABULARY, tiny_gguf
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.command import allennlp
 from tests.support.experiment import (
+    FP16,
     ONE_PROCESS,
     TWO_WORKERS,
     Config,
@@ -112,7 +112,7 @@ def test_half_precision(experiments: Experiments, tokenizer: str) -> None:
     expected = experiments.run(language_model(tokenizer, ONE_BATCH, adam))
     config = language_model(tokenizer, MICRO_BATCHES, adam)
     actual = experiments.run(deepspeed(config, 2, **FP16))
-    # As for losses of other models in `precision_test.py`.
+    # As for losses of other models in `gpu_test.py`.
     assert token_metrics(actual) == pytest.approx(token_metrics(expected), rel=0.05, abs=0.02)
     # Of 57 tokens, of which none is more probable before training.
     assert token_metrics(expected)["training_perplexity"] < 0.8 * 57

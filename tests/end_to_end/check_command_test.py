@@ -20,7 +20,7 @@ from typing import List, Optional
 
 from allennlp.commands.train import TrainModel
 from allennlp.common import FromParams
-from allennlp.data import DatasetReader
+from allennlp.data import DatasetReader, Vocabulary
 from allennlp.models import BasicClassifier, Model
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.trainer import Trainer
@@ -46,6 +46,17 @@ class Notes(TrainerCallback):
 
     def on_end(self, trainer, metrics=None, epoch=None, is_primary=True, **kwargs) -> None:
         self.path.write_text("written")
+
+
+@TrainerCallback.register("reader_of_the_directory")
+class ReaderOfTheDirectory(TrainerCallback):
+    def __init__(self, serialization_dir: str) -> None:
+        super().__init__(serialization_dir)
+        directory = Path(serialization_dir)
+        assert "trainer" in (directory / "config.json").read_text()
+        assert Vocabulary.from_files(directory / "vocabulary").get_vocab_size("labels") == 3
+        (directory / "plots").mkdir()
+        (directory / "plots" / "labels.txt").write_text("")
 
 
 @Model.register("classifier_of_a_label")
@@ -120,6 +131,21 @@ def assert_refused(run: Run, lines: List[str]) -> None:
 def test_a_reader_is_told_the_directory(tmp_path: Path) -> None:
     config = classifier(ONE_PROCESS, {"dataset_reader.type": "polarity_with_notes"})
     check(tmp_path, config, packages=[*NAMES, "of_a_user"]).check()
+
+
+def test_every_callback_is_constructed_as_in_a_training(tmp_path: Path) -> None:
+    callbacks = [
+        *("console_logger", "confidence_checks", "tensorboard", "track_epoch_callback", "wandb"),
+        {"type": "should_validate_callback", "validation_interval": 2},
+        "reader_of_the_directory",
+    ]
+    config = classifier(ONE_PROCESS, {"trainer.callbacks": callbacks})
+    check(tmp_path, config, packages=[*NAMES, "of_a_user"]).check()
+
+
+def test_a_checkpointer_without_a_type_is_that_of_this_package(tmp_path: Path) -> None:
+    config = classifier(ONE_PROCESS, {"trainer.checkpointer": {"exclude_frozen_parameters": True}})
+    check(tmp_path, config).check()
 
 
 def test_a_sound_config_is_printed_with_where_its_values_are_from(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_recovery_after_patience_has_run_out_trains_no_further(
             {
                 "bf16": {"enabled": True},
                 "data_types": {"grad_accum_dtype": "fp32"},
-                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
                 "scheduler": {
                     "type": "WarmupLR",
                     "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01},
@@ -178,7 +178,7 @@ def test_a_training_with_states_on_nvme_cannot_be_recovered_and_says_so(
     experiments: Experiments, tmp_path: Path
 ):
     if not AsyncIOBuilder().is_compatible(verbose=False):
-        pytest.skip("needs Debian's package libaio-dev")
+        pytest.skip("needs a C++ compiler and Debian's package libaio-dev")
     config = load_config("tagger", CHECKPOINTS)
     del config["trainer"]["moving_average"]  # refused: it needs the weights in memory
     in_memory = experiments.run(deepspeed(config, 3))

@@ -26,7 +26,7 @@ from transformers import (
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.huggingface import export_huggingface
-from allennlp_deepspeed.lora import find_transformers
+from allennlp_deepspeed.models.lora import find_transformers
 from tests.end_to_end.causal_lm_test import LORA, pretrained
 from tests.end_to_end.lora_test import adapted, bert
 from tests.fixtures.tiny_lm import LLAMA, TEMPLATE

@@ -11,15 +11,16 @@ import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.common.util import import_module_and_submodules
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from allennlp_deepspeed.checkpoint import serialization
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord, FileRecord
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.offline import find_checkpoint
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.state_files import StateFiles
 from tests.end_to_end.resize_test import BF16, FP32_GRADIENTS, dumped, resizable
 from tests.support.command import REPOSITORY, allennlp, subprocess_allennlp
-from tests.support.experiment import INCLUDED, Config, Experiments, Result, deepspeed
+from tests.support.experiment import INCLUDED, Config, Experiments, Result, deepspeed, load_config
 from tests.support.tensor_memory import TensorMemory
 
 
@@ -92,10 +93,26 @@ def test_the_moving_average_is_exported(experiments: Experiments, tmp_path: Path
 
 def test_an_export_takes_the_memory_of_one_full_copy(experiments: Experiments):
     result = experiments.run(deepspeed(resizable(2), 3))
-    checkpoint = ShardedCheckpoint(find_checkpoint(str(result.serialization_dir))[0])
+    checkpoint = StateFiles(find_checkpoint(str(result.serialization_dir))[0])
     with TensorMemory() as memory:
         weights = checkpoint.state_dict()
     assert memory.peak == sum(weight.nbytes for weight in weights.values())
+
+
+def test_a_checkpoint_is_evaluated_as_its_export(experiments: Experiments, tmp_path: Path):
+    result = experiments.run(deepspeed(resizable(2), 3))
+    exported(result, tmp_path / "export", epoch=1)
+    before = sorted(os.listdir(result.serialization_dir))
+    checkpoint = find_checkpoint(str(result.serialization_dir), 1)[0]
+    data = load_config("tagger")["validation_data_path"]
+    written = {}
+    for source in (checkpoint, tmp_path / "export" / "model.tar.gz"):
+        output = tmp_path / f"metrics_{len(written)}.json"
+        allennlp("evaluate", source, data, "--output-file", output).check()
+        written[source] = json.loads(output.read_text())
+    assert len(written) == 2
+    assert written[checkpoint] == written[tmp_path / "export" / "model.tar.gz"]
+    assert sorted(os.listdir(result.serialization_dir)) == before
 
 
 def test_the_installed_command_finds_the_commands_of_this_package(
@@ -111,6 +128,24 @@ def test_the_installed_command_finds_the_commands_of_this_package(
     assert run.output.endswith(f"{output}\n")
     weights = torch.load(output / "weights.th", weights_only=True)
     assert_identical(weights, dumped(result, "e0_b4")["weights"])
+
+
+def test_the_command_prints_the_directory_alone_and_replaces_nothing_unasked(
+    experiments: Experiments, tmp_path: Path
+) -> None:
+    result = experiments.run(deepspeed(resizable(2), 3))
+    files = tmp_path / "export" / "weights.th", tmp_path / "export" / "model.tar.gz"
+    arguments = ("deepspeed", "export", result.serialization_dir, "--output", tmp_path / "export")
+    quiet = {"ALLENNLP_LOG_LEVEL": ""}
+    run = allennlp(*arguments, "--epoch", 1, environment=quiet).check()
+    assert run.lines() == [str(tmp_path / "export")]
+    before = [file.read_bytes() for file in files]
+    run = allennlp(*arguments, environment=quiet)
+    assert run.returncode == 1 and "--force" in run.lines()[-1]
+    assert [file.read_bytes() for file in files] == before
+    allennlp(*arguments, "--force", environment=quiet).check()
+    weights = torch.load(files[0], weights_only=True)
+    assert_identical(weights, dumped(result, "e1_b4")["weights"])
 
 
 def test_files_are_beside_the_checkpoint_by_default(experiments: Experiments, tmp_path: Path):
@@ -185,16 +220,15 @@ def test_an_export_is_refused_before_anything_is_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def _without_shapes(state: Dict[str, Any]) -> Any:
-    return {**state, "param_shapes": None}
+def _without_fragments(record: Dict[str, Any]) -> Any:
+    return {**record, "fragments": None}
 
 
-def _of_other_shapes(state: Dict[str, Any]) -> Any:
-    groups = state["param_shapes"]
-    return {**state, "param_shapes": [{n: torch.Size([2**40]) for n in group} for group in groups]}
+def _of_other_sizes(record: Dict[str, Any]) -> Any:
+    return {**record, "fragments": {name: [0, 2**40, 0] for name in record["fragments"]}}
 
 
-@pytest.mark.parametrize("change", [_without_shapes, _of_other_shapes, lambda state: [state]])
+@pytest.mark.parametrize("change", [_without_fragments, _of_other_sizes, lambda record: [record]])
 def test_files_with_other_contents_are_refused(
     experiments: Experiments, tmp_path: Path, change: Callable[[Any], Any]
 ):
@@ -202,10 +236,12 @@ def test_files_with_other_contents_are_refused(
     shutil.copytree(experiments.run(deepspeed(resizable(2), 3)).serialization_dir, copy)
     checkpoint = copy / "checkpoint_e2_b0"
     record = CommitRecord.read(str(checkpoint))
-    for path in (checkpoint / "engine").glob("*model_states.pt"):
-        torch.save(change(serialization.load(str(path))), path)
-        name = path.relative_to(checkpoint).as_posix()
-        record.files[name] = FileRecord.from_file(str(path))
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            of_tensors = json.loads(file.metadata()["allennlp_deepspeed"])
+        metadata = {"allennlp_deepspeed": json.dumps(change(of_tensors))}
+        save_file(load_file(path), path, metadata)
+        record.files[path.name] = FileRecord.from_file(str(path))
     record.write(str(checkpoint))
     with pytest.raises(CheckpointError):
         export(str(copy))
@@ -229,7 +265,7 @@ def test_what_cannot_be_exported_is_refused_by_name(experiments: Experiments, tm
         export(str(copy), epoch=7)
     with pytest.raises(CheckpointError, match="no checkpoint in .*none"):
         export(str(tmp_path / "nothing"))
-    damaged = next((copy / "checkpoint_e2_b0" / "engine").glob("*rank_1*optim_states.pt"))
+    damaged = copy / "checkpoint_e2_b0" / "state_w1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=f"{damaged} has .* bytes instead of"):
         export(str(copy))

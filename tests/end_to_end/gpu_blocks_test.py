@@ -1,4 +1,4 @@
-"""The blocks of `make gpu` run on a CPU, with tiny models, so that they run where a GPU is."""
+"""The blocks of `python -m evidence gpu` run on a CPU with tiny models, as they do on a GPU."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.soak
 def run_blocks(directory: Path, *blocks: str) -> List[List[str]]:
     """Runs the blocks, whose losses are compared. Returns what each line of the table is about."""
     arguments = ["--tiny", "--output", directory, "--blocks", *blocks]
-    run = python("-m", "benchmarks", "gpu", *arguments, time_limit=400).check()
+    run = python("-m", "evidence", "gpu", *arguments, time_limit=400).check()
     found = json.loads((directory / "raw" / "gpu-cpu.json").read_text())["blocks"]
     table = (directory / "gpu-cpu.md").read_text()
     lines = {name: block["lines"] for name, block in found.items()}

@@ -13,17 +13,18 @@ import pytest
 import torch
 from allennlp.common.testing import requires_gpu
 
-from allennlp_deepspeed.attention import BlockSparseAttention
+from allennlp_deepspeed.models.attention import BlockSparseAttention
 from tests.end_to_end import resize_test
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, recover
 from tests.end_to_end.grad_cache_test import CHUNK_SIZES, EVERYTHING, cached
 from tests.end_to_end.offload_test import TRAINING as STEPS
 from tests.end_to_end.offload_test import stepped_by, with_preset
 from tests.end_to_end.parity_test import TRAINING, check_parity
-from tests.end_to_end.precision_test import AUTOCAST, BF16, EPOCHS, FP16, SGD
 from tests.end_to_end.resize_test import assert_continues, resizable
 from tests.support.command import REPOSITORY, Run, allennlp, subprocess_allennlp
 from tests.support.experiment import (
+    BF16,
+    FP16,
     Config,
     Experiments,
     assert_fp32_master_weights,
@@ -34,6 +35,15 @@ from tests.support.experiment import (
     load_config,
 )
 from tests.unit.attention.block_sparse_attention_test import LAYOUTS
+
+# Enough epochs to learn, of which the last is always the best.
+EPOCHS: Config = {"trainer.num_epochs": 8, "trainer.validation_metric": "-loss"}
+# Adam doesn't tell a gradient from another that is so many times as large.
+SGD: Config = {
+    "trainer.optimizer": {"type": "sgd", "lr": 0.3, "momentum": 0.8},
+    "trainer.grad_norm": 1.0,
+}
+AUTOCAST: Config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 TWO_GPUS: Config = {"distributed": {"cuda_devices": [0, 1]}}
 ONE_GPU: Config = {"trainer.cuda_device": 0}

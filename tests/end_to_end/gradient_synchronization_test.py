@@ -100,28 +100,6 @@ def test_gradients_are_reduced_as_often_as_the_mode_says(
     assert_same_run(result, experiments.run(config))
 
 
-FIND_UNUSED: Config = {"ddp_accelerator": {"type": "torch", "find_unused_parameters": True}}
-
-
-@pytest.mark.parametrize("mode", ["step", "micro_batch"])
-def test_parameters_that_only_one_worker_uses_at_stage_2(experiments: Experiments, mode: str):
-    config = load_config(
-        "classifier",
-        TWO_WORKERS,
-        {
-            "distributed": {**TWO_WORKERS["distributed"], **FIND_UNUSED},
-            "model": {"type": "either_of_two_embedders", "embedding_dim": 8},
-            "trainer.num_gradient_accumulation_steps": 3,
-            "trainer.num_epochs": 1,
-            # One that a zero gradient doesn't move.
-            "trainer.optimizer": {"type": "sgd", "lr": 0.1},
-        },
-    )
-    actual = deepspeed(config, 2)
-    actual["trainer"]["gradient_synchronization"] = mode
-    assert_same_run(experiments.run(actual), experiments.run(config))
-
-
 @pytest.mark.parametrize(
     "stage, callback, reductions_in_a_step",
     [
@@ -191,10 +169,8 @@ class TestAuto:
         assert_same_run(result, experiments.run(config))
         log = (result.serialization_dir / "out_worker0.log").read_text()
         when = "once an optimizer step" if same_as == "step" else "with each micro-batch"
-        assert (
-            f"Gradients are reduced {when} from now on: accumulated locally they need {whole} "
-            f'bytes, and "auto" uses up to half of the {free} bytes that are free'
-        ) in log
+        (line,) = [line for line in log.splitlines() if f"Gradients are reduced {when}" in line]
+        assert f" {whole} bytes" in line and f" {free} bytes" in line
 
     def test_goes_on_after_recovery_as_before(self, experiments: Experiments, tmp_path):
         config = deepspeed(chunked(3, {"trainer.checkpointer": CHECKPOINTS}), 2)

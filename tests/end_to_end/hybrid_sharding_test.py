@@ -99,11 +99,9 @@ def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, t
     assert_ends_alike(recovered, uninterrupted)
     log = (recovered.serialization_dir / "out_worker0.log").read_text()
     # After that of the training before.
-    assert re.findall(
-        "(Parameters|Resumed: parameters) stay gathered until each step ends", log
-    ) == [
+    assert re.findall("((?:Resumed: )?Parameters) stay gathered until each step ends", log) == [
         "Parameters",
-        "Resumed: parameters",
+        "Resumed: Parameters",
     ]
 
 

@@ -26,6 +26,7 @@ from tests.support.experiment import (
     deepspeed,
     load_config,
 )
+from tests.support.state_files import saved_tensors
 
 IDS = torch.tensor([[2, 7, 8, 3]])
 
@@ -90,9 +91,8 @@ def test_checkpoints_hold_what_is_trained(experiments: Experiments, bert: str, s
     frozen_bytes = sum(w.nbytes for name, w in weights.items() if name not in trained)
     checkpoint = result.serialization_dir / "checkpoint_e2_b0"
     assert serialization.load(checkpoint / "best.th").keys() == trained.keys()
-    for path in (checkpoint / "engine").glob("*model_states.pt"):
-        assert serialization.load(path)["module"].keys() == trained.keys()
-    paths = [checkpoint / "best.th", *(checkpoint / "engine").glob("*.pt")]
+    assert saved_tensors(checkpoint).keys() == trained.keys()
+    paths = [checkpoint / "best.th", *checkpoint.glob("*.safetensors")]
     # Weights, the optimizer's copies and states of them, and what a file has besides.
     trained_bytes = sum(weight.nbytes for weight in trained.values())
     size = sum(path.stat().st_size for path in paths)

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Optional
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from tests.support.experiment import (
 TIME_LIMIT = 30
 
 AVERAGE: Config = {"trainer.moving_average": {"decay": 0.9}}
+ONE_PROCESS: Config = {"distributed": None, "trainer.cuda_device": -1}
 
 
 def callback(name: str, **arguments: Any) -> Config:
@@ -145,22 +146,27 @@ def test_a_signal_of_the_terminal(tmp_path: Path, signal_name: str, command: Any
     assert Result(tmp_path / "out").archive.exists()
 
 
-def test_a_second_signal_ends_a_worker_that_is_stuck(tmp_path: Path):
-    config = tagger(0)
+@pytest.mark.parametrize("signal_name, exit_code", [("SIGTERM", 1), ("SIGINT", 130)])
+def test_a_second_signal_ends_a_worker_that_is_stuck(
+    tmp_path: Path, signal_name: str, exit_code: int
+):
+    config = tagger(0, {"trainer.checkpointer": {"save_on_preemption": True}})
     config["trainer"]["callbacks"] = [
         {"type": "be_stuck", "point": NO_EPOCH, "rank": 0},
         {
             "type": "send_signal",
             "point": NO_EPOCH,
-            "signal_name": "SIGTERM",
+            "signal_name": signal_name,
             "to": "parent",
             "rank": 1,
             "times": 2,
         },
     ]
     run = train(config, tmp_path)
-    assert run.returncode == 1, run.output[-6000:]
-    assert "SIGTERM received: stopping the workers" in run.output and "Traceback" not in run.output
+    assert run.returncode == exit_code, run.output[-6000:]
+    assert f"{signal_name} received: stopping the workers" in run.output
+    assert "Traceback" not in run.output
+    assert not list((tmp_path / "out").glob("checkpoint_*"))
 
 
 def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
@@ -172,22 +178,28 @@ def test_there_is_no_archive_before_the_first_epoch_is_over(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "signal_name, point, saves_each_step",
-    [("SIGTERM", TRAINING, False), ("SIGINT", VALIDATION, False), ("SIGINT", TRAINING, True)],
+    "signal_name, point, saves_then, saves_each_step",
+    [
+        ("SIGTERM", TRAINING, True, False),
+        ("SIGINT", VALIDATION, True, False),
+        ("SIGINT", TRAINING, True, False),
+        ("SIGINT", VALIDATION, False, False),
+        ("SIGINT", TRAINING, False, True),
+    ],
 )
 def test_a_signal_to_a_single_process(
-    tmp_path: Path, signal_name: str, point: str, saves_each_step: bool
+    tmp_path: Path, signal_name: str, point: str, saves_then: bool, saves_each_step: bool
 ):
     config = tagger(2, callback("send_signal", point=point, signal_name=signal_name), AVERAGE)
     del config["distributed"]
     config["trainer"]["checkpointer"] = {
-        "save_on_preemption": True,
+        "save_on_preemption": saves_then,
         "save_every_num_batches": 1 if saves_each_step else None,
     }
     run = train(config, tmp_path)
-    assert run.returncode != 0
+    assert run.returncode == (130 if signal_name == "SIGINT" else 1)
     assert f"Stopped by {signal_name} " in run.output
-    is_saved = signal_name == "SIGTERM" or saves_each_step
+    is_saved = saves_then or saves_each_step
     assert (", without saving a checkpoint." in run.output) is not is_saved
     assert "Traceback" not in run.output
     result = Result(tmp_path / "out")
@@ -199,15 +211,26 @@ def test_a_signal_to_a_single_process(
 
 
 @pytest.mark.parametrize(
-    "stage, point, checkpoint",
+    "stage, changes, signal_name, point, every, checkpoint",
     [
         # Of the step after the one whose callbacks it came in.
-        (0, TRAINING, "checkpoint_e1_b4"),
-        (3, VALIDATION, "checkpoint_e1_b7"),
+        (0, {}, "SIGINT", TRAINING, None, "checkpoint_e1_b4"),
+        (3, {}, "SIGTERM", VALIDATION, None, "checkpoint_e1_b7"),
+        # In a validation within the epoch, and in the step after which one follows.
+        (2, {}, "SIGTERM", VALIDATION, 2, "checkpoint_e1_b2"),
+        (2, ONE_PROCESS, "SIGINT", VALIDATION, 2, "checkpoint_e1_b2"),
+        (1, {}, "SIGINT", TRAINING, 4, "checkpoint_e1_b4"),
     ],
 )
 def test_a_preempted_run_ends_as_an_uninterrupted_one(
-    experiments: Experiments, tmp_path: Path, stage: int, point: str, checkpoint: str
+    experiments: Experiments,
+    tmp_path: Path,
+    stage: int,
+    changes: Config,
+    signal_name: str,
+    point: str,
+    every: Optional[int],
+    checkpoint: str,
 ):
     uninterrupted = tagger(
         stage,
@@ -218,13 +241,15 @@ def test_a_preempted_run_ends_as_an_uninterrupted_one(
             "trainer.checkpointer": {"save_on_preemption": True},
             # So that it is known at which step they agree to leave.
             "trainer.log_every_num_steps": 1,
+            "trainer.validate_every_num_batches": every,
         },
+        changes,
     )
     preempted = {
         **uninterrupted,
         "trainer": {
             **uninterrupted["trainer"],
-            "callbacks": [{"type": "send_signal", "point": point, "signal_name": "SIGTERM"}],
+            "callbacks": [{"type": "send_signal", "point": point, "signal_name": signal_name}],
         },
     }
     assert train(preempted, tmp_path).returncode != 0
@@ -298,7 +323,6 @@ def test_a_loss_of_nan_ends_with_one_paragraph(
     expect_message(message)
 
 
-ONE_PROCESS: Config = {"distributed": None, "trainer.cuda_device": -1}
 UNCHECKED: Config = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.parity_test import TRAINING
-from tests.end_to_end.precision_test import BF16
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import (
+    BF16,
     ONE_PROCESS,
     TWO_WORKERS,
     Experiments,

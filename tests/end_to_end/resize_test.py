@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
 
+from tests.end_to_end.offload_test import NVME
 from tests.support.experiment import (
     Config,
     Experiments,
@@ -15,6 +16,7 @@ from tests.support.experiment import (
     assert_same_weights,
     deepspeed,
     load_config,
+    on_nvme,
     train,
 )
 
@@ -61,9 +63,7 @@ def recover(
     for name in ("config.json", "vocabulary", last):
         path = result.serialization_dir / name
         (shutil.copytree if path.is_dir() else shutil.copy)(path, copy.serialization_dir / name)
-    run = train(config, directory, "--recover", time_limit=90, **kwargs).check()
-    is_resharded = "Resharding checkpoint from" in run.output
-    assert is_resharded == (config["trainer"]["deepspeed_config"]["zero_optimization"]["stage"] > 0)
+    train(config, directory, "--recover", time_limit=90, **kwargs).check()
     return copy
 
 
@@ -107,14 +107,28 @@ def assert_continues(
 
 
 @pytest.mark.parametrize(
-    "before, after, stage", [(2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 2), (2, 4, 3)]
+    "workers, stage, then",
+    [
+        ((2, 1), 0, 0),
+        ((2, 1), 1, 1),
+        ((2, 1), 2, 2),
+        ((1, 2), 2, 2),
+        ((2, 4), 3, 3),
+        ((1, 2), 0, 1),
+        ((2, 2), 0, 3),
+        ((2, 1), 1, 0),
+        ((2, 1), 2, 3),
+        ((2, 2), 3, 2),
+        ((1, 1), 3, 0),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
-def test_another_number_of_workers_continues_the_same_training(
-    experiments: Experiments, tmp_path: Path, stage: int, before: int, after: int
+def test_another_number_of_workers_and_stage_continue_the_same_training(
+    experiments: Experiments, tmp_path: Path, workers: Tuple[int, int], stage: int, then: int
 ):
-    config = deepspeed(resizable(before), stage)
-    uninterrupted = experiments.run(config)
-    recovered = recover(uninterrupted, tmp_path, deepspeed(resizable(after), stage))
+    before, after = map(deepspeed, map(resizable, workers), (stage, then))
+    uninterrupted = experiments.run(before)
+    recovered = recover(uninterrupted, tmp_path, after)
     assert_same_state(dumped(recovered, "start"), dumped(uninterrupted, "e1_b2"))
     assert_continues(recovered, uninterrupted)
 
@@ -124,7 +138,10 @@ BF16: Config = {"bf16": {"enabled": True}}
 FP32_GRADIENTS: Config = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 DEEPSPEED_OPTIMIZER: Config = {
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}},
 }
 
@@ -153,6 +170,7 @@ DEEPSPEED_OPTIMIZER: Config = {
             {"sub_group_size": 150, "stage3_param_persistence_threshold": 100},
         ),
         (3, {"no_grad": ["token_embedder"]}, BF16, {**OFFLOAD, "offload_param": {"device": "cpu"}}),
+        pytest.param(3, {}, BF16, {**OFFLOAD, **on_nvme("offload_param")}, marks=NVME),
     ],
 )
 def test_everything_is_loaded_as_it_was(

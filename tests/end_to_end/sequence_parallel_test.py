@@ -18,14 +18,14 @@ from allennlp.models import Model
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, reading_by_groups
 from allennlp_deepspeed.extensions.sequence_parallelism import SequenceParallelism
-from allennlp_deepspeed.language_modeling import CausalLM
 from allennlp_deepspeed.launch.train_command import check
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from allennlp_deepspeed.training.step_extension import StepContext
-from tests.end_to_end.precision_test import BF16
 from tests.end_to_end.resize_test import assert_continues, assert_same_state, dumped, on, recover
 from tests.fixtures import components  # noqa: F401  # registers "record_steps"
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import (
+    BF16,
     ONE_PROCESS,
     TWO_WORKERS,
     Config,

@@ -4,16 +4,18 @@ notebook, a search of hyperparameters.
 """
 
 import importlib
-import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Callable
 
 import nbformat
 import pytest
+from allennlp.commands import train as train_command
+from allennlp.common import Params
 from nbclient import NotebookClient
 
 from tests.end_to_end.parity_test import check_parity
@@ -64,6 +66,25 @@ def test_a_vocabulary_may_be_a_name_as_in_one_process(experiments: Experiments) 
     assert_same_weights(*weights, tolerance=0)
 
 
+def test_special_tokens_of_a_vocabulary_are_kept_by_recovery(
+    experiments: Experiments, tmp_path: Path
+) -> None:
+    tokens = {"vocabulary": {"padding_token": "[PAD]", "oov_token": "[UNK]"}}
+    config = deepspeed(load_config("tagger", TWO_WORKERS, tokens), 2)
+    train({**config, "trainer": {**config["trainer"], "num_epochs": 1}}, tmp_path).check()
+    train(config, tmp_path, "--recover").check()
+    actual, expected = Result(tmp_path / "out").weights(), experiments.run(config).weights()
+    assert_same_weights(actual, expected, tolerance=0)
+
+
+def test_a_worker_alone_needs_no_section(tmp_path: Path) -> None:
+    one = {"distributed": {"cuda_devices": [-1]}}
+    assert "'distributed' has one worker" in refusal(
+        deepspeed(load_config("tagger", one), 2), tmp_path
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def run_python(*arguments: Any, cwd: Path) -> str:
     process = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -76,6 +97,15 @@ def run_python(*arguments: Any, cwd: Path) -> str:
     )
     assert process.returncode == 0, process.stdout[-6000:]
     return process.stdout
+
+
+def test_a_training_that_fails_leaves_pythons_hooks(tmp_path: Path) -> None:
+    """In a notebook or a search, where other trainings follow in the same process."""
+    before = threading.excepthook
+    config = load_config("tagger", ONE_PROCESS, {"train_data_path": "nowhere"})
+    with pytest.raises(FileNotFoundError):
+        train_command.train_model(Params(deepspeed(config, 2)), str(tmp_path / "out"))
+    assert threading.excepthook is before
 
 
 @pytest.fixture
@@ -113,9 +143,18 @@ def test_the_tutorial_runs(directory: Path) -> None:
 
 @pytest.mark.soak
 def test_hyperparameters_are_searched_in_one_process(directory: Path) -> None:
-    short = json.dumps({"data_loader.batches_per_epoch": 3, "trainer.num_epochs": 3})
-    script = REPOSITORY / "demo" / "search.py"
-    output = run_python(script, "--trials", 5, "--overrides", short, cwd=directory)
+    """By the program in docs/python.md."""
+    *_, code = re.findall(
+        "^```python\n(.*?)^```$",
+        (REPOSITORY / "docs" / "python.md").read_text(),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    script = directory / "search.py"
+    script.write_text(code.replace("n_trials=10", "n_trials=5"))
+    recipe = directory / "training_configs" / "verse_classifier.jsonnet"
+    changes = "data_loader+: {batches_per_epoch: 3}, trainer+: {num_epochs: 3}"
+    (directory / "config.jsonnet").write_text(f"(import '{recipe}') + {{{changes}}}")
+    output = run_python(script, cwd=directory)
     states = re.findall(r"^\d (COMPLETE|PRUNED) \[", output, re.MULTILINE)
     assert len(states) == 5
     assert set(states) == {"COMPLETE", "PRUNED"}

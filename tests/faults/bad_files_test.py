@@ -88,13 +88,11 @@ def is_whole(checkpoint: Path) -> bool:
 
 def kinds_of_files(checkpoint: Path, stage: int) -> Dict[str, List[Path]]:
     kinds = {
-        "model states": sorted(checkpoint.glob("engine/*model_states.pt")),
+        "engine": sorted(checkpoint.glob("state_w*.safetensors")),
         "training state": sorted(checkpoint.glob("training_state_w*.th")),
         "best weights": [checkpoint / "best.th"],
         "record": [checkpoint / "commit.json"],
     }
-    if stage > 0:  # at stage 0 the optimizer is in the model's file
-        kinds["optimizer states"] = sorted(checkpoint.glob("engine/*optim_states.pt"))
     assert all(kinds.values())
     return kinds
 
@@ -135,10 +133,10 @@ def test_every_damage_of_every_file_is_noticed(
 @pytest.mark.parametrize(
     "stage, kind, damage, is_recovered",
     [
-        (0, "model states", flip, True),
+        (0, "engine", flip, True),
         (0, "record", truncate, False),
         (2, "best weights", flip, True),
-        (3, "optimizer states", truncate, True),
+        (3, "engine", truncate, True),
         (3, "training state", flip, False),
     ],
 )
@@ -199,8 +197,7 @@ def test_without_an_older_checkpoint_none_is_offered(experiments: Experiments, t
 
 
 def _add_a_shard(checkpoint: Path) -> None:
-    shard = checkpoint / "engine" / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
-    shutil.copy(checkpoint / "engine" / "zero_pp_rank_1_mp_rank_00_optim_states.pt", shard)
+    shutil.copy(checkpoint / "state_w1.safetensors", checkpoint / "state_w2.safetensors")
 
 
 def _link_outside(checkpoint: Path) -> None:
@@ -212,7 +209,7 @@ def _link_outside(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (_add_a_shard, "zero_pp_rank_2_mp_rank_00_optim_states.pt belongs to another checkpoint"),
+        (_add_a_shard, "state_w2.safetensors belongs to another checkpoint"),
         (_link_outside, "training_state_w0.th is outside the checkpoint"),
     ],
 )
@@ -260,7 +257,6 @@ def test_a_training_does_not_write_through_links(experiments: Experiments, tmp_p
 @pytest.mark.parametrize(
     "stage, changes, messages",
     [
-        (3, {}, ["was written at ZeRO stage 2, but the config has stage 3", 'Write "stage": 2']),
         (
             2,
             {"model.encoder.hidden_size": 9},

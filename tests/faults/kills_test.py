@@ -1,7 +1,7 @@
 """
 Runs that are killed with SIGKILL at any point go on as if nothing had happened.
 
-This is the quick form. `make soak` kills 200 times.
+This is the quick form. `python -m evidence soak` kills 200 times.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.faults.trial import References, run_trial
 @pytest.mark.parametrize(
     "stage, variant, phase, kills_all",
     [
-        (0, "plain", "validation", False),
+        (0, "validations", "validation", False),
         (2, "async", "commit", True),
         (2, "async", "archive", True),
         (3, "offload", "prune", False),

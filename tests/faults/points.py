@@ -23,12 +23,12 @@ import torch.distributed as dist
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory
-from allennlp_deepspeed.checkpoint.checkpoint_engine import FileCheckpointEngine
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
+from allennlp_deepspeed.checkpoint.state_files import StateFiles
 from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
+from allennlp_deepspeed.engine.gradient_synchronizer import GradientSynchronizer
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
 from allennlp_deepspeed.training.gradient_step import GradientStep
-from allennlp_deepspeed.training.gradient_sync import GradientSynchronizer
 from allennlp_deepspeed.training.resume_state import ResumeState
 from allennlp_deepspeed.training.trainer import DeepSpeedTrainer
 
@@ -174,7 +174,7 @@ def install(points: FaultPoints) -> None:
     within(DeepSpeedCheckpointer, "load_checkpoint", "load")
     within(CheckpointDirectory, "clean_up", "clean_up")
 
-    before(FileCheckpointEngine, "load", "load")
+    before(StateFiles, "read", "load")
     before(ResumeState, "skip_step", "catching_up")
     before(DeepSpeedTrainer, "batch_outputs", "forward")
     before(DeepSpeedEngine, "backward", "backward")

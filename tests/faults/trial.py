@@ -48,6 +48,10 @@ VARIANTS: Dict[str, Dict[str, Any]] = {
     "async": {"trainer.checkpointer": {**_EXPERIMENT["trainer.checkpointer"], "async_save": True}},
     "patience": {"trainer.patience": 1, "trainer.num_epochs": 3},
     "offload": {},
+    "validations": {
+        "trainer.validate_every_num_batches": 3,
+        "trainer.checkpointer": {**_EXPERIMENT["trainer.checkpointer"], "keep_best_by_count": 1},
+    },
 }
 
 

@@ -1,13 +1,13 @@
-"""20 of the changes that `make fuzz` makes, of which a few are trained."""
+"""20 of the changes that `python -m evidence fuzz` makes, of which a few are trained."""
 
 from pathlib import Path
 
 import pytest
 from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
+from evidence.studies.fuzz import case, judge
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.fuzz import recipes
-from tests.fuzz.__main__ import case, judge
 from tests.fuzz.trial import CONSTRUCTION, FAULT, REFUSED, TRAINED, checked
 
 CASES = range(20)
@@ -16,7 +16,7 @@ CASES = range(20)
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_the_check_lets_every_config_pass_as_it_is(name: str, session_directory: Path) -> None:
     if "nvme" in name and not AsyncIOBuilder().is_compatible(verbose=False):
-        pytest.skip("needs Debian's package libaio-dev")
+        pytest.skip("needs a C++ compiler and Debian's package libaio-dev")
     outcome = checked(recipes.recipe(name, session_directory))
     assert outcome is None, outcome
 

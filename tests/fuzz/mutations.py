@@ -140,7 +140,7 @@ _CONTRADICTIONS: List[Tuple[str, Any]] = [
     (f"{_DS}.bf16", {"enabled": True}),
     (f"{_DS}.bf16.enabled", "true"),
     (f"{_DS}.torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
-    (f"{_DS}.optimizer", {"type": "AdamW", "params": {"lr": 0.01}}),
+    (f"{_DS}.optimizer", {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}),
     (f"{_DS}.optimizer", {"type": "OneBitAdam", "params": {"lr": "auto"}}),
     (f"{_DS}.optimizer", {"type": "Lamb", "params": {"lr": -1}}),
     (f"{_DS}.optimizer", {"type": "AdamW", "params": {"lr": 0.1, "betas": 0.9}}),

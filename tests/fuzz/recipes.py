@@ -53,6 +53,10 @@ def recipe(name: str, directory: Path) -> Config:
         config["trainer"]["deepspeed_config"] = deepcopy(PASTED[name])
         if "optimizer" in PASTED[name]:
             del config["trainer"]["optimizer"]
+            optimizer = config["trainer"]["deepspeed_config"]["optimizer"]
+            if "Adam" in optimizer["type"]:
+                # DeepSpeed's own has to be compiled.
+                optimizer["params"]["torch_adam"] = True
     elif name in FIXTURES:
         config = load_config(name, TWO_WORKERS, {"trainer.type": "deepspeed"})
     else:

@@ -19,10 +19,7 @@ from tests.support.command import Run, allennlp
 TRAINED = "trained"
 REFUSED = "refused before data are read"
 CONSTRUCTION = "refused when a section is constructed"
-CHECKED = "refused by `check`"
 OTHERS = "ended by an error of the data, the model or a callback"
-TRIED = "found by `check --try`"
-MISSED = "missed"
 FAULT = "fault"
 
 PACKAGES = ("allennlp_deepspeed", "tests.fixtures")
@@ -134,25 +131,3 @@ def _is_raised_by_others(traceback: str) -> bool:
     # At stage 3 a model's `Linear` is DeepSpeed's.
     is_ours = re.search(r"/(allennlp_deepspeed|deepspeed/(?!runtime/zero/linear))", last)
     return is_ours is None and re.search(_FRAME_OF_OTHERS, traceback) is not None
-
-
-def tried(config: Dict[str, Any], directory: Path) -> Outcome:
-    """What `allennlp deepspeed check --try` says of a config, and a training if it lets it pass."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    run = allennlp(
-        "deepspeed",
-        "check",
-        directory / "config.json",
-        "--try",
-        include_packages=PACKAGES,
-        time_limit=_LIMIT_OF_TRAINING,
-    )
-    lines = [line for line in run.output.splitlines() if "Warning" not in line]
-    if run.timed_out or "Traceback" in run.output or run.returncode not in (0, 1):
-        return Outcome(FAULT, run.output[-2500:])
-    if run.returncode == 1:
-        name = TRIED if any("The trial failed in" in line for line in lines) else CHECKED
-        return Outcome(name, "\n".join(lines[-3:]))
-    outcome = trained(config, directory / "training")
-    return outcome if outcome.name == TRAINED else Outcome(MISSED, outcome.text)

@@ -118,7 +118,7 @@ def test_torchrun_takes_in_a_node_that_joins_and_no_step_is_trained_twice(
         assert not any(each.returncode for each in finished), printed
     alone, *together = (path.read_text() for path in sorted(output.iterdir()))
     assert "Stopped by SIGTERM after step" in alone
-    assert any("Resharding checkpoint from world size 1 to 2" in text for text in together)
+    assert any("with 1 workers: loading it by name" in text for text in together)
     before, after = (
         set(re.findall(r"^step \d+ of epoch \d+$", text, re.MULTILINE))
         for text in (alone, "\n".join(together))
@@ -182,5 +182,5 @@ def test_srun_starts_one_process_on_each_host_and_fewer_continue(
     shutil.rmtree(directory / "checkpoint_e2_b0")
     (directory / "model.tar.gz").unlink()
     (output,) = srun(two_hosts.hosts[:1])
-    assert "Resharding checkpoint from world size 4 to 2" in output
+    assert "with 4 workers: loading it by name" in output
     assert Result(directory).archive.exists()

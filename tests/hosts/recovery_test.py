@@ -1,4 +1,4 @@
-"""What `make soak` does with 40 faults, with two of those that no other test has."""
+"""`python -m evidence hosts_soak` with two of its faults that no other test has."""
 
 from pathlib import Path
 

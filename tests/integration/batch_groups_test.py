@@ -17,12 +17,13 @@ from allennlp.data.samplers import BatchSampler, BucketBatchSampler
 from allennlp.models import Model
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
+from allennlp_deepspeed.training.agreement import Agreement
 from allennlp_deepspeed.training.batch_groups import BatchGroups
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side, error_of_training
 from tests.support.workers import run_workers
 
-CPU = torch.device("cpu")
+EXCHANGE = Agreement(lambda: torch.device("cpu")).exchange
 NUM_EPOCHS = 3
 
 
@@ -58,7 +59,7 @@ def seen_by_groups(loader: Any, group_size: int) -> List[List[int]]:
         [
             [
                 batch
-                for group in BatchGroups(loader, group_size, CPU)
+                for group in BatchGroups(loader, group_size, EXCHANGE)
                 for batch in group.micro_batches
             ]
             for _ in range(NUM_EPOCHS)
@@ -86,7 +87,7 @@ def test_batches_per_epoch_go_on_where_the_last_epoch_ended(group_size: int, num
 
 def test_the_expected_length_is_that_of_the_epoch():
     def work(rank: int) -> Any:
-        groups = BatchGroups(numbers(20 - 4 * rank), 3, CPU)
+        groups = BatchGroups(numbers(20 - 4 * rank), 3, EXCHANGE)
         return groups.expected_length, len(list(groups))
 
     assert run_workers(2, work) == [(3, 3), (3, 3)]
@@ -169,7 +170,7 @@ def test_each_rank_reads_its_epoch_to_the_end():
 def test_a_worker_without_data_is_an_error_on_all(arguments: Dict[str, Any]):
     def read(rank: int) -> str:
         with pytest.raises(ConfigurationError) as error:
-            list(BatchGroups(numbers(4 - 4 * rank, **arguments), 3, CPU))
+            list(BatchGroups(numbers(4 - 4 * rank, **arguments), 3, EXCHANGE))
         return str(error.value)
 
     for message in run_workers(2, read):
@@ -289,7 +290,7 @@ def test_several_tasks_train_as_with_gradient_descent():
 def test_an_epoch_without_data_is_an_error_in_one_process(arguments: Dict[str, Any]):
     def read(rank: int) -> str:
         with pytest.raises(ConfigurationError) as error:
-            list(BatchGroups(numbers(0, **arguments), 3, CPU))
+            list(BatchGroups(numbers(0, **arguments), 3, EXCHANGE))
         return str(error.value)
 
     (message,) = run_workers(1, read)

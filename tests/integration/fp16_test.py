@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Optional, Set
 
 import pytest
 import torch
-from allennlp.common.checks import ConfigurationError
 from allennlp.nn.regularizers import L2Regularizer, RegularizerApplicator
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
@@ -20,12 +19,12 @@ from allennlp.training.moving_average import ExponentialMovingAverage
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.fixtures import components  # noqa: F401  # registers "either_of_two_embedders"
 from tests.integration import trainer_test
-from tests.support.experiment import assert_same_weights
+from tests.support.experiment import FP16, assert_same_weights
+from tests.support.workers import run_workers
 
 # Of the gradients, which have 11 significant bits, over all steps.
 TOLERANCE = 0.02
 
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 # Too large a scale at first, and again after every few steps.
 OVERFLOWING = {
     "fp16": {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
@@ -151,16 +150,6 @@ SETTINGS = {
     # Of 15 batches, so that some steps have fewer.
     "clipping_of_elements": {"grad_clipping": 0.01, "num_gradient_accumulation_steps": 2},
 }
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_fp16_trains_as_fp32_does(tmp_path: Path, stage: int) -> None:
-    reference, task = Task(), Task()
-    expected = reference.train(tmp_path / "fp32", None, grad_norm=0.1)
-    losses = task.train(tmp_path / "fp16", config(stage, FP16), grad_norm=0.1)
-    assert_trains_as_fp32(task, reference, losses, expected)
-    assert not task.record.skipped
-    assert task.record.norms == pytest.approx(reference.record.norms, rel=0.02)
 
 
 def assert_overflows_are_left_out(
@@ -297,15 +286,46 @@ def test_the_loss_scale_is_recovered(tmp_path: Path, stage: int, precision: Dict
     assert_same_weights(recovered.model.state_dict(), uninterrupted.model.state_dict(), 1e-6)
 
 
-@pytest.mark.parametrize(
-    "sections, stage",
-    [({"bf16": {"enabled": True}}, 0), (FP16, 1), ({"bf16": {"enabled": True}}, 2), (FP16, 3)],
-    ids=["bf16-0", "fp16-1", "bf16-2", "fp16-3"],
-)
-def test_adagrad_is_refused_in_half_precision(
-    tmp_path: Path, sections: Dict[str, Any], stage: int
+class Overflow(TrainerCallback):
+    """On one rank, in one step."""
+
+    reads_gradients = False
+
+    def on_backward(self, trainer, batch_outputs, backward_called: bool, **kwargs: Any) -> bool:
+        loss = batch_outputs["loss"]
+        if trainer._total_batches_completed == 3 and trainer._rank == 1:
+            loss = loss * 1e30
+        trainer.engine.backward(loss, scale_wrt_gas=False)
+        return True
+
+
+@pytest.mark.parametrize("stage, precision", [(0, AUTOCAST), *((i, FP16) for i in (0, 2, 3))])
+def test_an_overflow_on_one_rank_is_one_on_all(
+    tmp_path: Path, stage: int, precision: Dict[str, Any]
 ) -> None:
-    task = Task()
-    task.optimizer = torch.optim.Adagrad(task.model.parameters(), lr=0.05)
-    with pytest.raises(ConfigurationError, match='Adagrad, whose state.*write "adam"'):
-        task.train(tmp_path, config(stage, sections), callbacks=[])
+    reference = Task()
+    reference.optimizer.skipped = {3}
+    reference.train(tmp_path / "fp32", None, num_epochs=1)
+
+    task = Task()  # here, where the data isn't shared out to the workers
+
+    def train(rank: int) -> Any:
+        task.train(
+            tmp_path / "fp16",
+            config(stage, precision),
+            num_epochs=1,
+            distributed=True,
+            local_rank=rank,
+            world_size=2,
+            callbacks=[task.record, Overflow("")],
+        )
+        return task.record.skipped
+
+    assert run_workers(2, train) == [{3}, {3}]
+    weights = torch.load(tmp_path / "fp16" / "best.th", weights_only=True)
+    moved = {
+        name: reference.model.state_dict()[name] - reference.untrained[name] for name in weights
+    }
+    assert_same_weights(
+        {name: weights[name] - reference.untrained[name] for name in weights}, moved, TOLERANCE
+    )

@@ -20,7 +20,7 @@ from allennlp.models import Model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from tests.fixtures.callbacks import CountCommunication
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import assert_same_weights

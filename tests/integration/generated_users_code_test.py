@@ -268,7 +268,7 @@ def in_each_phase(
     assert not failures, "\n".join(failures)
 
 
-# The phases at stage 0 are left to `make soak`, for their time.
+# The phases at stage 0 are left to `pytest -m soak`, for their time.
 each_stage = pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.soak)])
 
 

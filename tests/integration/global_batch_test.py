@@ -25,7 +25,7 @@ from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import CategoricalAccuracy
 
 from allennlp_deepspeed import DeepSpeedTrainer
-from allennlp_deepspeed.training import free_memory
+from allennlp_deepspeed.engine.parameters import free_memory
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batch, Batches, Side, state_arrays
 

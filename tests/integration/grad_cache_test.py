@@ -4,9 +4,11 @@ of a chunk see the same.
 """
 
 import itertools
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from allennlp.common import Params
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 
-from allennlp_deepspeed.contrastive import ContrastiveModel
+from allennlp_deepspeed.engine.parameters import free_memory
+from allennlp_deepspeed.models.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batch, Side, error_of_training
 from tests.support.tensor_memory import TensorMemory
@@ -177,3 +180,21 @@ def test_the_search_for_a_chunk_size_leaves_no_trace():
 
     counts = siamese(count, 2, chunk_size="auto").on_all_ranks(count_after)
     assert counts == [3 * 2 * size for size in (5, 3)]
+
+
+def test_a_chunk_leaves_room_for_what_the_optimizer_is_to_keep(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    texts = {"tokens": {"tokens": torch.ones(16, NUM_TOKENS, dtype=torch.long)}}
+    batches = [{"query": texts, "document": texts}]
+    more = {"num_epochs": 1, "grad_cache": {"chunk_size": "auto"}}
+    side = Side(bi_encoder, lambda rank: batches, 2, **more)
+    trainer: Any = side.construct(0, tmp_path)
+    num_elements = sum(parameter.numel() for parameter in trainer.model.parameters())
+    free = 10**8
+    with mock.patch.object(free_memory, "min_free_bytes", lambda device: free):
+        trainer.train()
+    (left,) = re.findall(r"is still to allocate, (\d+) bytes are free", caplog.text)
+    # Two gradients, and two numbers for each element, in fp32. A shard may be padded.
+    assert int(left) == pytest.approx(free - 4 * 4 * num_elements, abs=64)

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List
 
 import deepspeed
 import pytest
@@ -13,8 +13,9 @@ from allennlp.training.callbacks import TrainerCallback
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig
 
+from allennlp_deepspeed import TrainingTraits
 from allennlp_deepspeed.engine.process.process_environment import process_environment
-from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from tests.support.side_by_side import CPU, Batch, Side, error_of_training
 from tests.support.workers import run_workers
 
@@ -71,7 +72,7 @@ class Recording(Model):
 
 
 class OfPyTorch(Recording):
-    computes_in_weights_dtype = True
+    training_traits = TrainingTraits(computes_in_weights_dtype=True)
 
     def construct_inner(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -82,7 +83,7 @@ class OfPyTorch(Recording):
 
 
 class OfTransformers(Recording):
-    computes_in_weights_dtype = True
+    training_traits = TrainingTraits(computes_in_weights_dtype=True)
 
     def construct_inner(self) -> nn.Module:
         config = BertConfig(**SIZES, num_hidden_layers=NUM_LAYERS, hidden_dropout_prob=0.0)
@@ -96,7 +97,7 @@ class OfTransformers(Recording):
 class WithPositions(OfPyTorch):
     """As AllenNLP's `pytorch_transformer`: adds an fp32 tensor to what the transformer is given."""
 
-    computes_in_weights_dtype = False
+    training_traits = TrainingTraits(computes_in_weights_dtype=False)
 
     def states(self, input_ids: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(input_ids.size(1), dtype=torch.float32)
@@ -159,16 +160,15 @@ def test_losses_are_those_of_deepspeed_alone(model: Callable[[], Model], stage: 
     assert actual[-1] < actual[0]
 
 
-CASES: List[Tuple[Any, Any, Dict[str, bool]]] = [
-    (WithPositions, "auto", {"inner": False, "head": True}),
-    (OfTransformers, "auto", {"inner": False, "head": False}),
-    (OfTransformers, True, {"inner": True, "head": True}),
-    (OfTransformers, False, {"inner": False, "head": False}),
-]
-
-
-@pytest.mark.parametrize("precision, stage", [("bf16", 3), ("fp16", 0)])
-@pytest.mark.parametrize("model, autocast, expected", CASES)
+@pytest.mark.parametrize(
+    "model, autocast, expected, precision, stage",
+    [
+        (WithPositions, "auto", {"inner": False, "head": True}, "bf16", 3),
+        (OfTransformers, "auto", {"inner": False, "head": False}, "fp16", 0),
+        (OfTransformers, True, {"inner": True, "head": True}, "bf16", 3),
+        (OfTransformers, False, {"inner": False, "head": False}, "fp16", 0),
+    ],
+)
 def test_modules_that_run_under_autocast(
     model: Any, autocast: Any, expected: Dict[str, bool], precision: str, stage: int
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from allennlp.data import Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from tests.fixtures.chat_tokenizer import VOCABULARY, chat_tokenizer
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.experiment import assert_same_weights

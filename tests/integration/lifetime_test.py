@@ -20,8 +20,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import linear, parameter_offload
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from tests.integration.outside_changes_test import Tokens, token_batches
 from tests.integration.trainer_test import Task
-from tests.integration.weight_changes_test import token_batches, tokens_model
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
 
@@ -189,7 +189,7 @@ def test_a_trainer_that_goes_takes_nothing_from_another(
     tmp_path: Path, stage: int, precision: Dict[str, Any]
 ):
     before = functions_of_the_process()
-    arguments = (partial(tokens_model, has_max_norm=False), token_batches, stage)
+    arguments = (partial(Tokens, has_max_norm=False), token_batches, stage)
     expected = Side(*arguments, deepspeed_config=precision).construct(0, tmp_path)
     expected.train()
     assert functions_of_the_process() == before
@@ -306,7 +306,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
 
 def test_the_optimizer_that_deepspeed_constructed_says_that_it_is_gone(tmp_path: Path):
     task = Task()
-    section = {"type": "Adam", "params": {"lr": 0.01}}
+    section = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
     config = {**config_of(2), "optimizer": section}
     trainer = train(task, tmp_path, DeepSpeedTrainer, optimizer=None, deepspeed_config=config)
     with pytest.raises(RuntimeError, match="Construct a new optimizer"):

@@ -12,7 +12,7 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.modules import TokenEmbedder
 
-from allennlp_deepspeed.lora import merge_adapters, remove_adapters
+from allennlp_deepspeed.models.lora import merge_adapters, remove_adapters
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.experiment import StateDict, assert_same_outputs, assert_same_weights
 from tests.support.side_by_side import Side

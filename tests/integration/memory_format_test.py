@@ -15,7 +15,7 @@ from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.checkpoint.offline import find_checkpoint
-from allennlp_deepspeed.checkpoint.sharded_reader import ShardedCheckpoint
+from allennlp_deepspeed.checkpoint.state_files import StateFiles
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Side
 
@@ -96,7 +96,7 @@ def test_parameters_of_any_shape_and_layout_are_saved_recovered_resized_and_expo
     recovered = side(world_size=2).train(tmp_path)
     assert_same_weights(recovered, reference)
     checkpoint = find_checkpoint(str(tmp_path))[0]
-    assert_same_weights(ShardedCheckpoint(checkpoint).state_dict(), reference)
+    assert_same_weights(StateFiles(checkpoint).state_dict(), reference)
     assert_same_weights(side(world_size=1).train(tmp_path), reference)
 
 

@@ -19,14 +19,17 @@ from allennlp.training.metrics import (
     SpanBasedF1Measure,
 )
 
-from allennlp_deepspeed.contrastive.in_batch_accuracy import InBatchAccuracy
 from allennlp_deepspeed.metrics import distributed_metrics
 from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
+from allennlp_deepspeed.models.contrastive.in_batch_accuracy import InBatchAccuracy
+from allennlp_deepspeed.training.agreement import Agreement
 from tests.support.metric_inputs import METRICS, Inputs, construct, inputs
 from tests.support.workers import run_workers
 
 # Which a trainer does when it is constructed, because a model may have imported the latter by then.
 distributed_metrics.apply()
+
+EXCHANGE = Agreement(lambda: torch.device("cpu")).exchange
 
 # Means of what they have of each batch.
 OF_BATCHES = ("average", "entropy", "perplexity")
@@ -98,7 +101,7 @@ def measured_in_training_by(rank: int) -> Dict[str, List[Dict[str, float]]]:
     found: Dict[str, List[Dict[str, float]]] = {}
     for name in METRICS:
         metric, (first, second), found[name] = construct(name), inputs(name), []
-        metrics = DistributedMetrics(Measured(metric))
+        metrics = DistributedMetrics(Measured(metric), EXCHANGE)
         metrics.collect()
         calls = [
             [halves(name, first[0]), []],
@@ -204,7 +207,7 @@ def refused_by(rank: int) -> List[str]:
         if metric_class is not Outer:
             del metric.accuracy
         with pytest.raises(ConfigurationError) as error:
-            metrics = DistributedMetrics(Measured(metric))
+            metrics = DistributedMetrics(Measured(metric), EXCHANGE)
             metrics.collect()
             with metrics.defer():
                 metric()
@@ -275,7 +278,7 @@ def counted_by(rank: int) -> Dict[str, Any]:
     )
     model = Measured(metric)
     model.others = [lenient, weighing, tags]
-    metrics = DistributedMetrics(model)
+    metrics = DistributedMetrics(model, EXCHANGE)
     metrics.collect()
     for _ in range(2):
         # As a model may, instead of calling `reset`.
@@ -322,7 +325,7 @@ def announced_by(rank: int) -> List[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for metric in (Undeclared(), Undeclared(), PearsonCorrelation(), InBatchAccuracy()):
-        DistributedMetrics(Measured(metric)).collect()
+        DistributedMetrics(Measured(metric), EXCHANGE).collect()
     return messages
 
 

@@ -11,7 +11,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from tests.fixtures.chat_tokenizer import VOCABULARY, chat_tokenizer
 from tests.fixtures.tiny_lm import LLAMA
 from tests.integration.language_model_test import batches

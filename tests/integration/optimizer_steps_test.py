@@ -3,7 +3,6 @@ Optimizers of users that count steps in their groups, or have other weights for 
 callbacks that reset or read the states of an optimizer.
 """
 
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
@@ -13,7 +12,7 @@ import torch
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
 
-from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
+from allennlp_deepspeed import DeepSpeedCheckpointer
 from tests.integration.elementwise_test import Layers, batches
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, error_of_training
@@ -278,69 +277,6 @@ class ResetAfterEpoch(TrainerCallback):
     def on_epoch(self, trainer: Any, metrics: Any, epoch: int, **kwargs: Any) -> None:
         if epoch == 0:
             trainer.optimizer.state.clear()
-
-
-def _clear(trainer: Any) -> None:
-    trainer.optimizer.state.clear()
-
-
-def _replace(trainer: Any) -> None:
-    trainer.optimizer.state = defaultdict(dict)
-
-
-def _zero_all(trainer: Any) -> None:
-    for state in trainer.optimizer.state.values():
-        for value in state.values():
-            value.zero_()
-
-
-def _reload(trainer: Any) -> None:
-    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
-
-
-def _zero_moments_of_one(trainer: Any) -> None:
-    weight = trainer.model.layers[0].weight
-    is_sharded = isinstance(trainer, DeepSpeedTrainer) and trainer.engine.zero_optimization_stage()
-    state = trainer.optimizer_state(weight) if is_sharded else trainer.optimizer.state[weight]
-    for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
-        state[name].zero_()
-
-
-@pytest.fixture(scope="module")
-def with_changed_states() -> Callable[[Any], Dict[str, torch.Tensor]]:
-    """The weights of `gradient_descent` with two workers, by the change."""
-    weights: Dict[Any, Dict[str, torch.Tensor]] = {}
-
-    def train(change: Any) -> Dict[str, torch.Tensor]:
-        if change not in weights:
-            callbacks = lambda: [ChangeStates(change)]  # noqa: E731
-            weights[change] = side(adam, world_size=2, callbacks=callbacks).train()
-        return weights[change]
-
-    return train
-
-
-@pytest.mark.parametrize(
-    "change, stage, zero",
-    [
-        (_clear, 1, {}),
-        (_clear, 2, {"offload_optimizer": {"device": "cpu"}}),
-        (_clear, 3, {"sub_group_size": 20}),
-        (_replace, 2, {}),
-        (_replace, 3, {}),
-        (_zero_all, 2, {}),
-        (_zero_all, 3, {}),
-        (_reload, 2, {}),
-        (_reload, 3, {}),
-        *((_zero_moments_of_one, stage, {}) for stage in range(4)),
-    ],
-)
-def test_states_are_changed_as_with_gradient_descent(
-    change: Any, stage: int, zero: Any, with_changed_states: Any
-) -> None:
-    callbacks = lambda: [ChangeStates(change)]  # noqa: E731
-    weights = side(adam, stage, world_size=2, zero=zero, callbacks=callbacks).train()
-    assert_same_weights(weights, with_changed_states(change))
 
 
 @pytest.mark.parametrize("stage, world_sizes", [(0, (1, 1)), (1, (2, 2)), (2, (2, 1)), (3, (2, 2))])

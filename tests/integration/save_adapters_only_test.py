@@ -17,11 +17,10 @@ from allennlp.training.callbacks import TrainerCallback
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.language_modeling import CausalLM
-from tests.end_to_end.precision_test import FP16
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from tests.fixtures.tiny_lm import LLAMA
 from tests.integration.language_model_test import batches
-from tests.support.experiment import StateDict, assert_same_weights
+from tests.support.experiment import FP16, StateDict, assert_same_weights
 from tests.support.side_by_side import Side, error_of_training
 
 FROZEN = "transformer.model.norm.weight"

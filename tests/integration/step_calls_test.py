@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.studies import calls
+from evidence.studies import calls
 
 
 @pytest.mark.parametrize("stage, limit", [(0, 1.02), (2, 1.053), (3, 1.053)])

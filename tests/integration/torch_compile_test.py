@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.contrastive import ContrastiveModel
+from allennlp_deepspeed.models.contrastive import ContrastiveModel
 from tests.support import workers
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side, error_of_training, state_arrays

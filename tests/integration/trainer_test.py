@@ -76,17 +76,22 @@ def test_ctrl_c_ends_the_step_and_a_second_one_the_training(tmp_path: Path, time
         has_returned = False
 
         def on_batch(self, trainer, *args, **kwargs) -> None:
-            for _ in range(times):
+            # Once, for the losses are read steps later.
+            for _ in range(0 if self.has_returned else times):
                 signal.raise_signal(signal.SIGINT)
             self.has_returned = True
 
     task = Task()
     callback = PressCtrlC(str(tmp_path))
-    trainer = DeepSpeedTrainer(**task.arguments(tmp_path), callbacks=[callback])
+    checkpointer = DeepSpeedCheckpointer(tmp_path, save_on_preemption=True)
+    trainer = DeepSpeedTrainer(
+        **task.arguments(tmp_path), callbacks=[callback], checkpointer=checkpointer
+    )
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert callback.has_returned == (times == 1)
+    assert len(list(tmp_path.glob("checkpoint_e0_*"))) == (times == 1)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert not dist.is_initialized()
 

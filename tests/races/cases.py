@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
-from allennlp_deepspeed.contrastive import ContrastiveModel
 from allennlp_deepspeed.engine.process.process_environment import process_environment
+from allennlp_deepspeed.models.contrastive import ContrastiveModel
 from tests.races.detector import Detector, Race
 from tests.support.side_by_side import CPU, Side
 from tests.support.workers import run_workers

@@ -12,12 +12,12 @@ from tests.races.cases import CASES, find_races
 from tests.races.detector import WAITS
 from tests.support.command import REPOSITORY
 
-_SYNC = "allennlp_deepspeed/training/gradient_sync.py"
+_SYNC = "allennlp_deepspeed/engine/gradient_synchronizer.py"
 _ORDER = "allennlp_deepspeed/engine/zero3/gather_order.py"
-_WAIT_FOR_GRADIENT = f"{_SYNC}: gradient_ready > {_SYNC}: _wait_for_gradient"
+_WAIT_FOR_GRADIENT = f"{_SYNC}: _gradient_ready > {_SYNC}: _wait_for_gradient"
 
 # A few that meet all features, and the waits that each of them shows to be needed.
-# `python -m tests.races` runs all.
+# `python -m evidence races` runs all.
 COMBINED: Dict[str, List[str]] = {
     "2, overlap_comm, micro_batch, bf16, moving average": [],
     "2, overlap_comm, two streams": [

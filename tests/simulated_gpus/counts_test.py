@@ -1,6 +1,7 @@
 """
-A step of this package has a device do no more than one of a loop around DeepSpeed's engine, and has
-the host wait for it less often. `counts.json` has the numbers.
+A step that logs nothing has a device do no more than one of a loop around DeepSpeed's engine, and
+the host wait for it no more often. `counts.json` has the numbers. The first step of an epoch isn't
+counted: it compares weights, as one that logs does.
 """
 
 import json
@@ -19,21 +20,12 @@ def test_counts_of_steps_are_those_of_the_table(machine: Machine, tmp_path: Path
 
 def test_a_step_does_no_more_than_one_of_deepspeed_alone() -> None:
     for name, steps in json.loads(TABLE.read_text()).items():
-        launches, waits, copies, collectives = steps["ours"]
-        of_bare = steps["bare"]
-        # DeepSpeed's stage 3 leaves gradients of the previous step, which are cleared first.
-        assert launches <= of_bare[0] + name.startswith("stage 3"), name
-        assert waits < of_bare[1], name
-        # The losses of the two micro-batches, which the model may change before they are read.
-        assert copies <= of_bare[2] + 2, name
-        assert collectives <= of_bare[3], name
+        assert all(ours <= bare for ours, bare in zip(steps["ours"], steps["bare"])), name
 
 
-def test_a_step_that_logs_does_more_for_the_log_alone() -> None:
+def test_a_step_that_logs_also_compares_weights() -> None:
     for name, steps in json.loads(TABLE.read_text()).items():
-        pairs = zip(steps["ours"], steps["of which for the log"])
-        assert steps["ours, logging"] == [step + log for step, log in pairs], name
-        # It costs a few waits, in which the ranks agree too, and a launch.
+        # The log costs a few waits, in which the ranks agree too, and a launch.
         assert steps["of which for the log"][0] == 1, name
-        # The step after it compares the weights with those of the optimizer, and doesn't wait.
-        assert steps["ours, comparing weights"][1:] == steps["ours"][1:], name
+        # The weights are compared with those of the optimizer without a wait.
+        assert steps["of which for a comparison"][1:] == [0, 0, 0], name

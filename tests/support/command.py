@@ -71,7 +71,7 @@ class Run(NamedTuple):
     def lines(self) -> List[str]:
         """
         Returns the lines of the output without AllenNLP's of the plugins that it imports unasked.
-        `make upstream-models-library` installs one.
+        `evidence/requirements.txt` has one.
         """
         lines = self.output.splitlines()
         return [line for line in lines if not line.endswith(_LINES_OF_DEFAULT_PLUGINS)]

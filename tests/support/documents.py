@@ -13,7 +13,7 @@ from tests.support.command import REPOSITORY
 PAGES = [
     *(
         REPOSITORY / name
-        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/NOTES.md")
+        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "evidence/NOTES.md")
     ),
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]

@@ -35,6 +35,9 @@ StateDict = Dict[str, torch.Tensor]
 
 # Of the 85 training instances one worker has 43 and the other 42, which makes 8 batches and 7.
 TWO_WORKERS: Config = {"distributed": {"cuda_devices": [-1, -1]}}
+
+BF16: Config = {"bf16": {"enabled": True}}
+FP16: Config = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 ONE_PROCESS: Config = {"trainer.cuda_device": -1}
 
 

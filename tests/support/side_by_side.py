@@ -213,7 +213,7 @@ def trained(trainer: Any) -> Dict[str, Any]:
 def state_arrays(trainer: Any) -> Dict[str, Any]:
     """The whole weights and other tensors, as arrays. To be called by every rank."""
     if isinstance(trainer, DeepSpeedTrainer):
-        state_dict = full_parameters.full_state_dict(trainer.engine, keep=True)
+        state_dict = full_parameters.full_state_dict(trainer.wrapped_model.shards, keep=True)
         assert state_dict is not None
     else:
         state_dict = trainer.model.state_dict()

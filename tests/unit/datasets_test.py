@@ -14,8 +14,8 @@ from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.fields import LabelField, TextField
 from allennlp.data.tokenizers import WhitespaceTokenizer
 
-from allennlp_deepspeed.contrastive import TextPairsReader
-from allennlp_deepspeed.language_modeling import CausalLMReader
+from allennlp_deepspeed.models.contrastive import TextPairsReader
+from allennlp_deepspeed.models.language_modeling import CausalLMReader
 from tests.fixtures.tiny_lm import tiny_tokenizer
 from tests.support.workers import run_workers
 

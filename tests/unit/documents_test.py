@@ -12,7 +12,7 @@ from tests.support.documents import PAGES
 # From where paths are written.
 FOLDERS = [
     REPOSITORY / name
-    for name in ("", "allennlp_deepspeed", "tests", "training_configs", "benchmarks", "docs")
+    for name in ("", "allennlp_deepspeed", "tests", "training_configs", "evidence", "docs")
 ]
 
 # What a training leaves, and the reader's own.
@@ -73,6 +73,18 @@ def test_files_that_a_page_names_are_there(page: Path):
     assert [path for path in _paths(page) if not _is_here(path)] == []
 
 
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in ("projects.md", "workarounds.md")],  # generated
+    ids=lambda page: page.name,
+)
+def test_a_cell_of_a_table_is_short(page: Path) -> None:
+    rows = re.findall(r"^\|(.*)\|$", _without_code(page.read_text()), flags=re.MULTILINE)
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    words = {cell: len(re.sub(r"\]\(.*?\)", "]", cell).split()) for cell in cells}
+    assert [cell for cell, number in words.items() if number > 40] == []
+
+
 def test_every_page_is_linked_from_the_readme_or_a_page_it_links():
     linked = {
         (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in _links(page)
@@ -81,7 +93,7 @@ def test_every_page_is_linked_from_the_readme_or_a_page_it_links():
 
 
 def test_the_site_has_all_pages() -> None:
-    pages = [*REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("benchmarks/results/*.md")]
+    pages = [*REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("evidence/results/*.md")]
     names = [page.name for page in pages]
     folders = REPOSITORY.glob("allennlp_deepspeed/*/__init__.py")
     names += [f"api/{path.parent.name}.md" for path in folders]

@@ -4,10 +4,12 @@ AllenNLP is given what it lacks on today's libraries, in each Python of an envir
 
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List
 from zipfile import ZipFile
@@ -146,6 +148,45 @@ print(len(psutil.Process().children()) > 0)
     assert _run(script, "train", config, cwd=tmp_path).split() == [str(is_started)]
 
 
+@pytest.mark.parametrize(
+    "arguments, is_told",
+    [
+        (["train", '{"trainer": {"type": "deepspeed"}}'], True),
+        (["deepspeed", "env"], True),
+        (["train", '{"trainer": {"type": "gradient_descent"}}'], False),
+        (["predict", "model.tar.gz", "deepspeed"], False),
+    ],
+)
+def test_a_terminal_is_told_what_takes_seconds(
+    tmp_path: Path, arguments: List[str], is_told: bool
+) -> None:
+    """Before AllenNLP is imported, which fails here."""
+    script = tmp_path / "allennlp"
+    script.write_text(
+        f"""
+import sys
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(tmp_path)!r}]
+import allennlp_deepspeed_import_hook
+sys.path.insert(0, {str(tmp_path / "failing")!r})
+import allennlp
+"""
+    )
+    (tmp_path / "failing" / "allennlp").mkdir(parents=True)
+    (tmp_path / "failing" / "allennlp" / "__init__.py").write_text("raise SystemExit(3)")
+    terminal, side_of_command = pty.openpty()
+    for stderr in (side_of_command, subprocess.PIPE):
+        command = [sys.executable, str(script), *arguments]
+        run = subprocess.run(command, stderr=stderr, timeout=60, cwd=tmp_path)
+        assert run.returncode == 3 and not run.stderr
+    os.set_blocking(terminal, False)
+    printed = b""
+    with suppress(BlockingIOError):
+        printed = os.read(terminal, 1000)
+    assert (b"AllenNLP" in printed) is is_told
+    os.close(side_of_command)
+    os.close(terminal)
+
+
 def test_a_process_that_a_command_spawns_starts_no_server(tmp_path: Path) -> None:
     """It has the command's arguments, and imports its main module. AllenNLP is empty here."""
     (tmp_path / "allennlp").mkdir()
@@ -188,6 +229,56 @@ if {name!r} != "allennlp_deepspeed_import_hook.shims":
     print("allennlp_deepspeed_import_hook.shims" in sys.modules)
 """
     assert _run("-c", code, cwd=REPOSITORY).split() in (["[]"], ["[]", "False"])
+
+
+# A command needs none of them to parse its arguments, nor to start workers.
+LATE = (
+    *("nltk", "peft", "scipy.stats", "sklearn", "sympy", "transformers.modeling_utils"),
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+)
+
+
+@pytest.mark.parametrize("package", ["allennlp.commands", "allennlp_deepspeed"])
+def test_a_command_starts_without_what_it_may_not_need(package: str) -> None:
+    code = f"""
+import sys
+import allennlp_deepspeed_import_hook, {package}
+print([name for name in {LATE} if name in sys.modules])
+"""
+    assert _run("-c", code, cwd=REPOSITORY).splitlines()[-1] == "[]"
+
+
+USES_OF_LATE_MODULES = """
+import allennlp_deepspeed_import_hook, allennlp.commands
+import torch, torchvision, scipy.stats, nltk
+from allennlp.modules.transformer import ActivationLayer
+from allennlp.training.metrics import Auc, SpearmanCorrelation
+from allennlp.training.metrics.evalb_bracketing_scorer import Tree
+from transformers.trainer_utils import unwrap_peft_model
+
+values, labels = torch.tensor([0.1, 0.9, 0.3, 0.6]), torch.tensor([0, 1, 1, 0])
+auc, spearman = Auc(), SpearmanCorrelation()
+auc(values, labels)
+spearman(values, labels.float())
+layer = ActivationLayer(4, 4, "gelu")
+expected = torch.nn.functional.gelu(layer.dense(values))
+module = torch.nn.Linear(1, 1)
+torch.use_deterministic_algorithms(True)
+boxes = torchvision.ops.roi_align(torch.ones(1, 1, 4, 4), [torch.tensor([[0.0, 0, 4, 4]])], 2)
+print([
+    auc.get_metric(),
+    bool(spearman.get_metric() == scipy.stats.spearmanr(values, labels).correlation),
+    torch.equal(layer(values), expected),
+    Tree.fromstring("(S a)") == nltk.Tree.fromstring("(S a)"),
+    unwrap_peft_model(module) is module,
+    boxes.flatten().tolist(),
+])
+"""
+
+
+def test_what_is_imported_later_works_as_before() -> None:
+    shown = _run("-c", USES_OF_LATE_MODULES, cwd=REPOSITORY).splitlines()[-1]
+    assert shown == str([0.75, True, True, True, True, [1.0] * 4])
 
 
 PROJECT = """

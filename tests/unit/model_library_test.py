@@ -6,9 +6,9 @@ from typing import Any, Dict
 import numpy as np
 import pytest
 
-from tests.model_library.__main__ import difference
-from tests.model_library.by_parameter import moved, off_by_parameter
-from tests.model_library.table import TOLERANCE
+from evidence.model_library.table import TOLERANCE
+from evidence.studies.model_library import difference
+from evidence.studies.model_library_by_parameter import moved, off_by_parameter
 
 INITIAL = {
     "large.weight": np.full(1000, 0.5, dtype=np.float32),

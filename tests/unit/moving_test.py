@@ -10,8 +10,8 @@ from allennlp.common import Params
 from allennlp.data.data_loaders import MultiProcessDataLoader
 
 from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader
 from allennlp_deepspeed.launch.config_check import check
+from allennlp_deepspeed.models.language_modeling import CausalLM, CausalLMReader
 from tests.support.command import REPOSITORY
 from tests.support.experiment import TWO_WORKERS, load_config
 

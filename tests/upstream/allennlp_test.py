@@ -155,7 +155,7 @@ def test_metrics_reduce_the_counts_of_the_last_label() -> bool:
     return any(reduces_last)
 
 
-@worked_around_by("training.trainer.DeepSpeedTrainer._skip_confidence_checks")
+@worked_around_by("training.callbacks.skip_confidence_checks")
 def test_a_compiled_model_is_compiled_anew_while_its_normalizations_are_verified() -> bool:
     from torch._dynamo.utils import counters
 
@@ -168,7 +168,7 @@ def test_a_compiled_model_is_compiled_anew_while_its_normalizations_are_verified
     return counters["stats"]["unique_graphs"] == 4
 
 
-@worked_around_by("training.trainer.DeepSpeedTrainer._skip_confidence_checks")
+@worked_around_by("training.callbacks.skip_confidence_checks")
 def test_a_training_that_is_continued_gathers_layers_forever() -> bool:
     callback, model = ConfidenceChecksCallback("unused"), torch.nn.Linear(1, 1)
     trainer: Any = SimpleNamespace(_pytorch_model=model)

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any, List
 from unittest import mock
 
+import deepspeed
 import torch
 from deepspeed import checkpointing
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, pipelined_optimizer_swapper
+from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerSwapper
 from deepspeed.runtime.zero import linear as zero_linear
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -20,7 +22,7 @@ from tests.upstream.engine import TwoLayers, engine_of, linear, train, weight
 from tests.upstream.unpatched import worked_around_by
 
 
-@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel.tear_down")
 def test_a_destroyed_engine_keeps_its_model() -> bool:
     model = linear()
     engine = engine_of(model, 3)
@@ -29,13 +31,13 @@ def test_a_destroyed_engine_keeps_its_model() -> bool:
     return model in parameter_offload.FWD_MODULE_STACK
 
 
-@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel.tear_down")
 def test_the_linear_function_stays_replaced() -> bool:
     engine_of(linear(), 3).destroy()
     return torch.nn.functional.linear is not torch._C._nn.linear
 
 
-@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel.tear_down")
 def test_a_destroyed_engine_leaves_the_model_partitioned() -> bool:
     model = linear()
     engine_of(model, 3).destroy()
@@ -220,7 +222,7 @@ def test_whole_values_cannot_be_set_where_shards_end_in_padding() -> bool:
     return _fails(lambda: set_value(torch.ones(3)))
 
 
-@worked_around_by("engine.parameters.gradient_reduction.GradientReducer._clear_previous_gradients")
+@worked_around_by("engine.gradient_synchronizer.GradientSynchronizer._clear_previous_gradients")
 def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     model = TwoLayers()
     engine = engine_of(model, 3)
@@ -230,7 +232,7 @@ def test_a_parameter_is_stepped_with_its_gradient_of_the_step_before() -> bool:
     return weight(model.second) != before
 
 
-@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel._tear_down")
+@worked_around_by("engine.lifecycle.wrapped_model.DeepSpeedWrappedModel.tear_down")
 def test_swap_files_are_never_removed() -> bool:
     """By the source of what writes them, because only large states are written to files."""
     sources = map(inspect.getsource, (partitioned_optimizer_swapper, pipelined_optimizer_swapper))
@@ -244,3 +246,20 @@ def _fails(function: Any) -> bool:
     except Exception:
         return True
     return False
+
+
+@worked_around_by("engine.zero3.nvme_files.keep_dtype_of_parameters")
+def test_files_of_fp32_parameters_are_in_another_type_on_the_cpu() -> bool:
+    init = object.__new__(deepspeed.zero.Init)
+    # Not all processors compute in fp16.
+    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: False):
+        init._set_dtype(None, torch.float32)
+    return init.dtype is not torch.float32
+
+
+@worked_around_by("engine.zero3.nvme_files.keep_misaligned_gradients")
+def test_gradients_at_misaligned_places_are_read_from_files() -> bool:
+    swapper = object.__new__(OptimizerSwapper)
+    swapper.swap_element_size, swapper.min_aio_bytes, swapper.numel_alignment = 4, 2**20, 256
+    (gradient,), _ = swapper._adjust_for_misaligned_lengths([torch.zeros(2**20)], [100])
+    return swapper.is_swappable_tensor(tensor=gradient)

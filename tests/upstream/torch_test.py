@@ -1,34 +1,12 @@
 """Faults of PyTorch's, and of Python's that it makes matter."""
 
 import inspect
-import io
-import pickle
-import sys
 
-import pytest
 import torch
 from allennlp.common.testing import requires_gpu
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 from tests.upstream.unpatched import worked_around_by
-
-
-@pytest.mark.skipif(
-    not (3, 11) <= sys.version_info < (3, 11, 5), reason="needs Python 3.11.0 to 3.11.4"
-)
-@worked_around_by("checkpoint.serialization._pickle_by_value")
-def test_a_member_of_an_enumeration_is_not_loaded() -> bool:
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    file = io.BytesIO()
-    torch.save(ZeroStageEnum.weights, file)
-    file.seek(0)
-    with torch.serialization.safe_globals([ZeroStageEnum]):
-        try:
-            torch.load(file, weights_only=True)
-        except pickle.UnpicklingError as error:
-            return "getattr" in str(error)
-    return False
 
 
 @worked_around_by("files.add_path_to_errors")

@@ -11,7 +11,8 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.models.model import Model
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedModel
+
+from allennlp_deepspeed.training_traits import traits_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of the weights, by precision."""
@@ -35,7 +36,7 @@ class HalfPrecision:
     half-precision weights refuses without autocast. Autocast computes layer normalization in fp32
     on GPUs and stores its inputs in fp32 for the backward pass, so modules that are made for half
     precision run without it, as with DeepSpeed alone: those of transformers, PyTorch's
-    transformers, and models whose class sets `computes_in_weights_dtype`.
+    transformers, and models with the trait `computes_in_weights_dtype`.
 
     # Parameters
 
@@ -54,7 +55,7 @@ class HalfPrecision:
     ) -> None:
         self._dtype, self._device_type = dtype, device_type
         self._spares_modules = autocast == "auto"
-        is_declared = getattr(model, "computes_in_weights_dtype", False)
+        is_declared = traits_of(model).computes_in_weights_dtype
         self._is_on = not is_declared if self._spares_modules else bool(autocast)
 
     @contextmanager
@@ -121,6 +122,8 @@ class HalfPrecision:
 
 def _made_for_half_precision(model: torch.nn.Module) -> List[torch.nn.Module]:
     """Returns the modules that run in the dtype of their weights, PyTorch's outermost only."""
+    from transformers import PreTrainedModel  # which takes seconds to import
+
     found: List[torch.nn.Module] = []
     inner: Set[torch.nn.Module] = set()
     for module in model.modules():

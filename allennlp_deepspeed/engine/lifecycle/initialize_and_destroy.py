@@ -3,18 +3,14 @@
 import os
 import shutil
 from contextlib import ExitStack, suppress
-from typing import Any, Callable, Iterable, List, Set
+from typing import Iterable, Set
 
 import torch
-from allennlp.training.optimizers import MultiOptimizer
 
 from allennlp_deepspeed.deepspeed_api import (
-    DeepSpeedCPUAdam,
     DeepSpeedEngine,
     FP16_Optimizer,
     FP16_UnfusedOptimizer,
-    FusedAdam,
-    get_accelerator,
 )
 from allennlp_deepspeed.engine import internals
 
@@ -94,44 +90,3 @@ def remove_swap_files(folders: Iterable[str]) -> None:
         for parent in (os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))):
             with suppress(OSError):
                 os.rmdir(parent)
-
-
-def adams_on_cpu(optimizer: torch.optim.Optimizer) -> List[Any]:
-    """Returns the optimizer, or those of several, if they are DeepSpeed's Adam on the CPU."""
-    parts = optimizer.optimizers.values() if isinstance(optimizer, MultiOptimizer) else [optimizer]
-    # The operator of FusedAdam is that of the device.
-    is_cpu = get_accelerator().device_name() == "cpu"
-    classes = (DeepSpeedCPUAdam, FusedAdam) if is_cpu else DeepSpeedCPUAdam
-    return [part for part in parts if isinstance(part, classes)]
-
-
-def correct_bias_by_step_count(optimizer: Any) -> Callable[[], None]:
-    """
-    Makes an optimizer of `adams_on_cpu` compute the bias correction of each step from the step
-    count. Returns a function that undoes this.
-
-    Works around DeepSpeed 0.19.8: `cpu_adam.h` computes powers of the betas by multiplication in
-    each step, but by `pow` after a checkpoint is loaded, which rounds differently. With offload or
-    on the CPU, a resumed run therefore has other weights than an uninterrupted one. Gone when both
-    are the same to the last bit.
-    """
-    forget_powers: Callable[..., Any]
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-
-        def forget_powers(*_: Any) -> None:
-            # Betas that differ from those of the next step, for which it then calls `pow`.
-            optimizer.ds_opt_adam.create_adam(
-                optimizer.opt_id, 0.0, 0.0, 0.0, 0.0, 0.0, optimizer.adam_w_mode, False
-            )
-
-    else:
-        # The same operator, which only an empty step can reset.
-        nothing = torch.empty(0, dtype=torch.float32)
-
-        def forget_powers(*_: Any) -> None:
-            mode = optimizer.adam_w_mode
-            optimizer.multi_tensor_adam(
-                0, nothing, [[nothing]] * 4, 0.0, 0.0, 0.0, 0.0, 0, mode, 0, 0.0
-            )
-
-    return optimizer.register_step_pre_hook(forget_powers).remove

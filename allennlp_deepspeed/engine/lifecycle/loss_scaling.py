@@ -5,7 +5,7 @@ clipping and the step, so that small gradients aren't rounded to zero.
 
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 
@@ -140,6 +140,26 @@ def scale(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler]) -> Op
     current = getattr(loss_scaler, "cur_scale", 1)
     is_dynamic = getattr(loss_scaler, "dynamic", False)
     return None if current == 1 and not is_dynamic else float(current)
+
+
+_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def state_dict(engine: DeepSpeedEngine) -> Dict[str, Any]:
+    """
+    Returns the state of the engine's own loss scaler, under the same names at every ZeRO stage.
+    """
+    loss_scaler = _loss_scaler(engine)
+    return {name: getattr(loss_scaler, name) for name in _STATE if hasattr(loss_scaler, name)}
+
+
+def load_state_dict(engine: DeepSpeedEngine, state: Dict[str, Any]) -> None:
+    """Loads the output of `state_dict` of any ZeRO stage, unless the config fixes the scale."""
+    loss_scaler = _loss_scaler(engine)
+    if getattr(loss_scaler, "last_overflow_iter", None) is not None:
+        for name, value in state.items():
+            if value is not None and hasattr(loss_scaler, name):
+                setattr(loss_scaler, name, value)
 
 
 def _loss_scaler(engine: DeepSpeedEngine) -> Any:

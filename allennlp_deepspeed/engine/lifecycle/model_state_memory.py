@@ -7,7 +7,7 @@ aren't used: they assume 16-bit training of all parameters with Adam, and their 
 even there. On each of N ranks they have 18/N bytes a parameter (plus 2 for the weights at stage 2),
 where this module counts 20/N at stage 2 and 22/N at stage 3, because the gradient is flattened
 before the step. They leave out the buckets (2 GB in fp32 by default), the parameters that stage 3
-prefetches, NVMe, and stages 0 and 1. `python -m benchmarks model_states` compares the figures below
+prefetches, NVMe, and stages 0 and 1. `python -m evidence model_states` compares the figures below
 with measurements and with the paper.
 """
 
@@ -18,13 +18,8 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Type
 import torch
 
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.deepspeed_api import (
-    DeepSpeedCPUAdagrad,
-    DeepSpeedZeroConfig,
-    DtypeEnum,
-    FusedLion,
-)
-from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import LionOptimizer
+from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig, DtypeEnum
+from allennlp_deepspeed.engine.optimizers.lion import LionOptimizer
 from allennlp_deepspeed.engine.parameters.shards import full_shape
 
 _FP32 = torch.float32.itemsize
@@ -96,14 +91,8 @@ def elements_of_modules(model: torch.nn.Module) -> Dict[str, int]:
     }
 
 
-# Optimizers with one state value for each weight. DeepSpeed's Lion for the CPU has two.
-_SINGLE_STATE_OPTIMIZERS = (
-    torch.optim.Adagrad,
-    torch.optim.ASGD,
-    DeepSpeedCPUAdagrad,
-    FusedLion,
-    LionOptimizer,
-)
+# Optimizers with one state value for each weight.
+_SINGLE_STATE_OPTIMIZERS = (torch.optim.Adagrad, torch.optim.ASGD, LionOptimizer)
 
 
 def optimizer_bytes(
@@ -337,7 +326,10 @@ class _States:
         values = self._shard * _FP32 if has_moving_average else 0
         copies = 0
         if saves_asynchronously and states.nvme.optimizer == 0:
-            weights = self._size.total if self._stage < 3 else 0
+            sharers = self._world_size if self._stage == 3 else 1
+            weights = sum(math.ceil(numel / sharers) for numel in self._size.frozen)
+            if self._stage == 0 and self._weight == _FP32:  # which the optimizer updates
+                weights += self._trained
             copies = optimizer + values + weights * self._weight
         gathered = 0
         if self._stage > 0:

@@ -8,10 +8,9 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.training.moving_average import ExponentialMovingAverage, MovingAverage
 from typing_extensions import override
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
-from allennlp_deepspeed.engine.parameters.shards import Fragment, full_shape
+from allennlp_deepspeed.engine.parameters.shards import Fragment, Shards, full_shape
 from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 
 # The state of a moving average for each parameter.
@@ -28,7 +27,7 @@ class ShardedMovingAverage(EvaluationWeights):
 
     moving_average : `MovingAverage`, required.
         Computes the average. Its parameters are replaced by this rank's elements of them.
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
 
     # Raises
 
@@ -36,12 +35,12 @@ class ShardedMovingAverage(EvaluationWeights):
         If its parameters aren't the trainable parameters.
     """
 
-    def __init__(self, moving_average: MovingAverage, engine: DeepSpeedEngine) -> None:
+    def __init__(self, moving_average: MovingAverage, shards: Shards) -> None:
         given = {parameter for _, parameter in moving_average._parameters}
-        super().__init__(engine)
-        self._fragments: Dict[Any, Fragment] = self._shards.fragments  # type: ignore[assignment]
+        super().__init__(shards)
+        self._fragments: Dict[Any, Fragment] = shards.fragments  # type: ignore[assignment]
         self._full_parameters = moving_average._parameters
-        stepped = {p for group in self._shards.groups for p in group if p.requires_grad}
+        stepped = {p for group in shards.groups for p in group if p.requires_grad}
         # ZeRO leaves parameters without elements out of its groups.
         trained = {p for p in given if p.requires_grad or full_shape(p).numel() == 0}
         if stepped - trained or given - trained:
@@ -76,7 +75,7 @@ class ShardedMovingAverage(EvaluationWeights):
         `ConfigurationError`
             If the parameters of `moving_average` aren't the trainable parameters.
         """
-        sharded = cls(moving_average, wrapped_model.engine)
+        sharded = cls(moving_average, wrapped_model.shards)
         wrapped_model.call_before_destroy(sharded.release)
         sharded.change_detector = change_detector
         return sharded
@@ -167,7 +166,7 @@ class ShardedMovingAverage(EvaluationWeights):
         if differing:
             (parameter, *_) = self._shards.parameters_of_masters[int(differing[0])]
             raise ConfigurationError(
-                f"The parameter '{self._shards.names[parameter]}' was frozen in one of the "
+                f"The parameter '{self._shards.name_of(parameter)}' was frozen in one of the "
                 "checkpoint and this training, and 'trainer.moving_average' is of the trainable "
                 "ones: freeze the same parameters as then."
             )

@@ -5,10 +5,10 @@ from typing import Any, Callable, Dict, Optional
 import torch
 from typing_extensions import override
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.optimizers.optimizer_check import has_modes
 from allennlp_deepspeed.engine.parameters.evaluation_weights import EvaluationWeights
+from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 
 
@@ -24,15 +24,15 @@ class OptimizerModes(EvaluationWeights):
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
-        Its optimizer must have `train` and `eval`.
+    shards : `Shards`, required.
+        The engine's optimizer must have `train` and `eval`.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards)
         self._shadows.clear()
         self._backups.clear()
-        optimizer: Any = engine.basic_optimizer
+        optimizer: Any = shards.engine.basic_optimizer
         self._train, self._evaluate = optimizer.train, optimizer.eval
         self._optimizer = optimizer
         self._switch(self._train)
@@ -48,7 +48,7 @@ class OptimizerModes(EvaluationWeights):
         """
         if not has_modes(wrapped_model.optimizer):
             return None
-        modes = cls(wrapped_model.engine)
+        modes = cls(wrapped_model.shards)
         wrapped_model.call_before_destroy(modes.release)
         modes.change_detector = change_detector
         return modes

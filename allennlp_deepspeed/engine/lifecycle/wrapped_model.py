@@ -27,8 +27,12 @@ from allennlp_deepspeed.engine.parameters.model_check import (
     check_model,
     check_same_order,
 )
+from allennlp_deepspeed.engine.parameters.model_snapshot import ModelSnapshot
+from allennlp_deepspeed.engine.parameters.shards import Shards
+from allennlp_deepspeed.engine.parameters.shared_attributes import SharedAttributes
 from allennlp_deepspeed.engine.process.process_environment import use_accelerator
 from allennlp_deepspeed.engine.zero3.deferred_resharding import clear_active_modules
+from allennlp_deepspeed.engine.zero3.regularization import PartitionedRegularizer
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,22 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         If DeepSpeed doesn't support `config` on this machine or with this model.
     """
 
+    plain_model: Model
+    config: ResolvedConfig
+    device: torch.device
+    given_optimizer: Optional[torch.optim.Optimizer]
+    compiler: Optional[Compiler]
+    """`None` if nothing is compiled."""
+    is_alone: bool
+    """Whether there is one process. The process group may be destroyed before the engine."""
+    must_resume: bool
+    """Whether the optimizer's states are lost, and only a checkpoint can replace them."""
+    in_precision: Callable[[Callable], Callable]
+    """Makes a forward pass run in the model's precision."""
+    snapshot: ModelSnapshot
+    shared_attributes: SharedAttributes
+    regularizer: PartitionedRegularizer
+
     def __init__(
         self,
         model: Model,
@@ -96,42 +116,37 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         check_loaded_weights(model, optimizer, config)
         check_model(model, config)
         check_unused_parameters(find_unused_parameters, config.zero_stage)
-        self.config = config
+        self.plain_model, self.config, self.device = model, config, device
+        self.local_rank, self.given_optimizer = local_rank, optimizer
         self.find_unused_parameters = find_unused_parameters
         # Directory of memory-mapped full weights, which may not fit into memory.
         self.mapping_directory: Optional[str] = None
         # Whether a trainer is in its session, so that no other may destroy the engine.
         self.is_in_use = False
-        # Whether the optimizer's states are lost, and only a checkpoint can replace them.
-        self._must_resume = False
-        self._plain_model = model
+        self.is_alone = self.must_resume = False
+        self.in_precision = lambda forward: forward
+        self.compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
         # Undone in reverse order, by `destroy` or if the constructor fails.
         self._undo = ExitStack()
-        self._in_precision: Callable[[Callable], Callable] = lambda function: function
         self._engine: Optional[DeepSpeedEngine] = None
-        self._compiler = None if config.torch_compile is None else Compiler(config.torch_compile)
+        self._shards: Optional[Shards] = None
         destroy_engines(model)
         _check_autocast(config)
         with ExitStack() as undo_if_failed:
             undo_if_failed.callback(self.destroy)
             if optimizer is not None:
                 stepped_optimizers.check(model, optimizer)
-            self._undo.callback(wrap(model, self.config.zero_stage))
+            self._undo.callback(wrap(model, self.stage))
             if checkpointed_modules is not None:
                 take_back = activation_checkpointing.checkpoint_modules(model, checkpointed_modules)
                 self._undo.callback(take_back)
-            setup = features.Setup(
-                model, config, device, local_rank, optimizer, self._compiler, self._tear_down
-            )
-            features.install_all(setup, self._undo)
-            self._engine, self._parameters = setup.engine, setup.parameters or {}
-            self._must_resume, self._in_precision = setup.must_resume, setup.in_precision
+            features.install_all(self, self._undo)
             undo_if_failed.pop_all()
         self.model = self.engine
         _with_engine.add(self)
         super().__init__(self.engine, local_rank=local_rank, world_size=dist.get_world_size())
 
-    def _tear_down(self, setup: features.Setup) -> None:
+    def tear_down(self) -> None:
         """
         Destroys the engine. In a single process the model is restored to a plain one, with the
         trained weights. With several workers it stays sharded.
@@ -143,26 +158,25 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         is unpartitioned then, and no such state remains.
         [#7204](https://github.com/deepspeedai/DeepSpeed/issues/7204)
         """
-        engine, before = setup.engine, setup.snapshot
-        assert before is not None
+        engine, before = self._engine, self.snapshot
         with ExitStack() as undo:
-            if setup.is_alone:
+            if self.is_alone:
                 undo.callback(before.restore)
             undo.callback(before.remove_added)
             if engine is None:
                 return
             # Before the process group: a worker can abort if the group is destroyed before the
             # engine.
-            undo.callback(destroy, engine, self._plain_model)
+            undo.callback(destroy, engine, self.plain_model)
             if engine.global_steps > 0 and engine.optimizer is not engine.basic_optimizer:
                 stepped_optimizers.refuse_steps(engine.basic_optimizer)
-            if setup.is_alone:
-                if self.config.zero_stage == 3:
+            if self.is_alone:
+                if self.stage == 3:
                     clear_active_modules(engine)
                 offload = engine.zero_offload_param()
                 is_offloaded = offload is not None and offload.device != OffloadDeviceEnum.none
-                device = torch.device("cpu") if is_offloaded else setup.device
-                before.collect(engine, device, self.mapping_directory)
+                device = torch.device("cpu") if is_offloaded else self.device
+                before.collect(self.shards, device, self.mapping_directory)
 
     @property
     def engine(self) -> DeepSpeedEngine:
@@ -177,6 +191,30 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self.check_has_engine()
         assert self._engine is not None
         return self._engine
+
+    @engine.setter
+    def engine(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+
+    @property
+    def stage(self) -> int:
+        """Returns the ZeRO stage."""
+        return self.config.zero_stage
+
+    @property
+    def shards(self) -> Shards:
+        """
+        Returns the mapping of parameters to this rank's slices. At stage 0 it is of now, because
+        callbacks may add parameter groups there. At stages 1 to 3 it is fixed.
+
+        # Raises
+
+        `RuntimeError`
+            If the engine has been destroyed.
+        """
+        if self._shards is None or self.stage == 0:
+            self._shards = Shards(self.engine)
+        return self._shards
 
     def check_has_engine(self) -> None:
         """
@@ -216,47 +254,14 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         self.is_in_use = False
         self.destroy()
 
-    def check_parameters(self) -> None:
-        """
-        Checks that the model's parameters are those of the engine.
-
-        # Raises
-
-        `RuntimeError`
-            At ZeRO stages 1 to 3, if a parameter has been replaced.
-        """
-        if self.config.zero_stage == 0 or self._engine is None:
-            return
-        for name, parameter in self._plain_model.named_parameters(remove_duplicate=False):
-            if self._parameters.get(name) is not parameter:
-                raise RuntimeError(
-                    f"The parameter '{name}' was added or replaced after the trainer was "
-                    f"constructed, and ZeRO stage {self.config.zero_stage} neither updates nor "
-                    "saves it. Construct, replace and tie layers in the model's constructor. If "
-                    "the model replaces a tensor itself, make it a buffer (`register_buffer`)."
-                )
-
-    @contextmanager
-    def check_parameters_on_error(self) -> Iterator[None]:
-        """
-        Context manager in which a missing attribute of a parameter that DeepSpeed needs raises the
-        error of `check_parameters`.
-        """
-        try:
-            yield
-        except AttributeError as error:
-            if (error.name or "").startswith("ds_"):
-                self.check_parameters()
-            raise
-
     def explain_compiler_errors(self) -> ContextManager[None]:
         """
         Context manager in which errors of compiled code in the model say what it can't do at ZeRO
         stage 3.
         """
-        if self.config.zero_stage < 3:
+        if self.stage < 3:
             return nullcontext()
-        return explain_errors_at_stage_3(self._plain_model)
+        return explain_errors_at_stage_3(self.plain_model)
 
     def check_optimizer_states(self) -> None:
         """
@@ -268,7 +273,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         `ConfigurationError`
             If the optimizer has made steps, and its states are lost.
         """
-        if self._must_resume:
+        if self.must_resume:
             raise ConfigurationError(stepped_optimizers.LOST_STATES)
 
     @property
@@ -302,9 +307,9 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         """
         model = self.engine.module
         forward = vars(model).get("forward")
-        if self._compiler is not None and self.config.zero_stage < 3:
-            function = self._compiler.compile(function)
-        model.forward = self._in_precision(function)
+        if self.compiler is not None and self.stage < 3:
+            function = self.compiler.compile(function)
+        model.forward = self.in_precision(function)
         try:
             yield
         finally:
@@ -325,7 +330,7 @@ class DeepSpeedWrappedModel(DdpWrappedModel):
         try:
             self._undo.close()
         finally:
-            self.model, self._engine = self._plain_model, None
+            self.model, self._engine, self._shards = self.plain_model, None, None
             _with_engine.discard(self)
             # The engine's parts reference each other, and own memory, threads and files.
             gc.collect()

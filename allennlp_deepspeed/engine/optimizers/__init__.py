@@ -1,19 +1,7 @@
-"""Optimizers: DeepSpeed's, which one updates the weights, and whether it can update shards."""
+"""Registered optimizers, and whether an optimizer can update shards."""
 
-from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import (
-    CPUAdamOptimizer,
-    CPUAdamWOptimizer,
-    FusedAdamOptimizer,
-    FusedAdamWOptimizer,
-    LionOptimizer,
-    MuonOptimizer,
-)
+from allennlp_deepspeed.engine.optimizers.fused import FusedAdamOptimizer, FusedAdamWOptimizer
+from allennlp_deepspeed.engine.optimizers.lion import LionOptimizer
+from allennlp_deepspeed.engine.optimizers.muon import MuonOptimizer
 
-__all__ = [
-    "CPUAdamOptimizer",
-    "CPUAdamWOptimizer",
-    "FusedAdamOptimizer",
-    "FusedAdamWOptimizer",
-    "LionOptimizer",
-    "MuonOptimizer",
-]
+__all__ = ["FusedAdamOptimizer", "FusedAdamWOptimizer", "LionOptimizer", "MuonOptimizer"]

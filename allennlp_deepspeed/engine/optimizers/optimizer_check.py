@@ -6,78 +6,25 @@ would see wrong shapes and norms.
 
 import inspect
 import logging
-import re
-from typing import Any, Callable, Dict, List, Optional, Type, Union
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any, Callable, Dict, Optional, Type, Union
 
 import torch
 import torch.distributed as dist
+from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
-from allennlp.training.optimizers import (
-    DenseSparseAdam,
-    HuggingfaceAdamWOptimizer,
-    MultiOptimizer,
-    Optimizer,
-)
+from allennlp.training.optimizers import MultiOptimizer, Optimizer
 
+from allennlp_deepspeed.announcements import silence
 from allennlp_deepspeed.config.key_validation import unregistered
 from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
-from allennlp_deepspeed.deepspeed_api import (
-    DeepSpeedCPUAdagrad,
-    DeepSpeedCPUAdam,
-    DeepSpeedCPULion,
-    FusedAdam,
-    FusedLion,
-)
-from allennlp_deepspeed.engine.optimizers.cpu_counterparts import (
-    Counterpart,
-    find_counterpart,
-    registered_class,
-    unsupported_settings,
-)
-from allennlp_deepspeed.engine.optimizers.deepspeed_optimizers import (
-    DeepSpeedOptimizer,
-    LionOptimizer,
-    MuonOptimizer,
-)
+from allennlp_deepspeed.deepspeed_api import DEEPSPEED_OPTIMIZERS
+from allennlp_deepspeed.engine.optimizers.muon import MuonOptimizer
 from allennlp_deepspeed.engine.optimizers.optimizer_probe import updates_shards_as_weights
 
 logger = logging.getLogger(__name__)
-
-ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    DenseSparseAdam,
-    HuggingfaceAdamWOptimizer,
-    DeepSpeedCPUAdagrad,
-    DeepSpeedCPUAdam,
-    DeepSpeedCPULion,
-    FusedAdam,
-    FusedLion,
-    LionOptimizer,
-)
-
-# Searched in names of classes and in registered names.
-_NOT_ELEMENTWISE = re.compile(
-    "adafactor|adahessian|adamp$|came$|dadapt|galore|^k?fac|lamb(?!da)|^lar[cs]|muon|novograd|prodigy"
-    "|sgdp$|shampoo|^sm3|^soap|^swats",
-    re.IGNORECASE,
-)
-
-# Element-wise types of DeepSpeed's "optimizer" section.
-_ELEMENTWISE_OF_DEEPSPEED = ("adagrad", "adam", "adamw", "lion")
-
-# The classes that DeepSpeed accepts as its own CPU optimizers with zero_force_ds_cpu_optimizer.
-_FORCED = (DeepSpeedCPUAdam, DeepSpeedCPULion)
 
 _LAMB = '"deepspeed_config": {"optimizer": {"type": "Lamb", ...}} without \'trainer.optimizer\''
 
@@ -92,21 +39,35 @@ _FORMER_NAMES = {
     "zero_one_adam": '"fused_adam"',
 }
 
+_CPU = torch.device("cpu")
+
+
+def registered_class(name: str) -> Type[torch.optim.Optimizer]:
+    """
+    Returns the class of the optimizer that is registered with a name, or the base class of all
+    optimizers if that is a function, or another class, that constructs one.
+
+    # Raises
+
+    `ConfigurationError`
+        If there is none.
+    """
+    found: Any = Optimizer.resolve_class_name(name)[0]  # raises if there is none
+    is_optimizer = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    return found if is_optimizer else torch.optim.Optimizer
+
 
 def check_optimizer(
-    optimizer: Union[str, Dict[str, Any], None],
-    config: ResolvedConfig,
-    device_type: str,
+    optimizer: Union[str, Dict[str, Any], None], config: ResolvedConfig, world_size: int
 ) -> None:
     """
-    Checks the `trainer.optimizer` of a config file, without constructing it.
+    Checks the `trainer.optimizer` of a config file on a sample of weights, without the model.
 
     # Parameters
 
     optimizer : `Union[str, Dict[str, Any], None]`, required.
     config : `ResolvedConfig`, required.
-    device_type : `str`, required.
-        "cpu" or "cuda", the type of the training device.
+    world_size : `int`, required.
 
     # Raises
 
@@ -114,7 +75,7 @@ def check_optimizer(
         If the optimizer can't update the weights as `config` shards and places them.
     """
     if config.has_optimizer:
-        check_section(config.engine_config["optimizer"], config)
+        check_section(config, world_size)
         return
     params: Dict[str, Any] = {"type": optimizer} if isinstance(optimizer, str) else optimizer or {}
     name = params.get("type", Optimizer.default_implementation)
@@ -127,36 +88,49 @@ def check_optimizer(
     if not isinstance(name, str) or (name not in known and "." not in name):
         path = "trainer.optimizer" if isinstance(optimizer, str) else "trainer.optimizer.type"
         raise ConfigurationError(unregistered(path, name, known))
-    optimizer_class = registered_class(name)
-    settings = [params, *(group for _, group in params.get("parameter_groups") or [])]
-    counterpart = find_counterpart(optimizer_class, settings, config)
-    _check_placement(name, optimizer_class, settings, counterpart, config, device_type)
-
-
-def _check_placement(
-    name: str,
-    optimizer_class: Type[torch.optim.Optimizer],
-    settings: List[Dict[str, Any]],
-    counterpart: Optional[Counterpart],
-    config: ResolvedConfig,
-    device_type: str,
-) -> None:
-    steps_with = optimizer_class if counterpart is None else counterpart.optimizer
-    is_forced = config.forces_cpu_optimizer and config.offload_device != "none"
-    if is_forced and not issubclass(steps_with, _FORCED):
-        unsupported = unsupported_settings(optimizer_class, settings)
-        if unsupported is None:
-            what, instead = f'"{name}"', 'write "adam"'
-        else:
-            what, instead = f"'{unsupported[0]}'", f"remove '{unsupported[0]}'"
+    if config.engine_config["zero_force_ds_cpu_optimizer"] and config.offload_device != "none":
         raise ConfigurationError(
-            f"'{ROOT}.zero_force_ds_cpu_optimizer' is true, but DeepSpeed's CPU optimizers, Adam "
-            f"and Lion, don't support {what} of 'trainer.optimizer': remove "
-            f"'zero_force_ds_cpu_optimizer', or {instead}"
+            f"'{ROOT}.zero_force_ds_cpu_optimizer' is true, but 'trainer.optimizer' is one of "
+            "PyTorch's, which are as fast on the CPU: remove 'zero_force_ds_cpu_optimizer', or "
+            f"write '{ROOT}.optimizer' instead of 'trainer.optimizer'"
         )
-    if issubclass(optimizer_class, DeepSpeedOptimizer):
-        optimizer_class.check(name, config, device_type)
-    check_elementwise(f"'trainer.optimizer.type' is \"{name}\"", name, optimizer_class, config)
+    subject, optimizer_class = f"'trainer.optimizer.type' is \"{name}\"", registered_class(name)
+    _check_class(subject, optimizer_class, config)
+    if issubclass(optimizer_class, MuonOptimizer):
+        MuonOptimizer.check(config)
+    elif config.zero_stage > 0:
+        settings = {k: v for k, v in deepcopy(params).items() if k != "parameter_groups"}
+        _check_sample(
+            subject,
+            lambda weight: Optimizer.from_params(
+                Params(settings), model_parameters=[("weight", weight)]
+            ),
+            config,
+            world_size,
+        )
+
+
+def check_section(config: ResolvedConfig, world_size: Optional[int] = None) -> None:
+    """Checks the `"optimizer"` section of `deepspeed_config`, as `check_optimizer` does."""
+    section = config.engine_config["optimizer"]
+    name, params = section["type"], section.get("params", {})
+    subject = f"'{ROOT}.optimizer.type' is \"{name}\""
+    if config.zero_stage > 0 and name.lower() == "lamb":
+        raise _not_elementwise(subject, config)
+    if name.lower() == "adagrad":
+        optimizer_class: Any = torch.optim.Adagrad
+    elif name.lower() in DEEPSPEED_OPTIMIZERS:
+        return  # constructing one compiles an operator
+    else:
+        optimizer_class = getattr(torch.optim, name)
+    _check_class(subject, optimizer_class, config)
+    if config.zero_stage > 0:
+        _check_sample(
+            subject,
+            lambda weight: optimizer_class([weight], **params),
+            config,
+            _world_size() if world_size is None else world_size,
+        )
 
 
 def check_type(optimizer: Any) -> None:
@@ -177,119 +151,110 @@ def check_type(optimizer: Any) -> None:
         )
 
 
-def check_elementwise(
-    subject: str,
-    name: str,
-    optimizer_class: Type[torch.optim.Optimizer],
-    config: ResolvedConfig,
-) -> None:
-    """
-    Checks that an optimizer class is element-wise where it gets shards.
-
-    # Parameters
-
-    subject : `str`, required.
-        The start of the message.
-    name : `str`, required.
-        The name of the class, or its name in a config file.
-    optimizer_class : `Type[torch.optim.Optimizer]`, required.
-    config : `ResolvedConfig`, required.
-
-    # Raises
-
-    `ConfigurationError`
-        If the optimizer is known not to work with the sharding of `config`.
-    """
-    if issubclass(optimizer_class, torch.optim.Adagrad):
-        _check_adagrad(subject, config)
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigurationError(
-            f"{subject}, whose step calls a closure, which DeepSpeed's engine doesn't support: "
-            'write "adamw"'
-        )
-    if config.zero_stage == 0 or is_elementwise(optimizer_class) or _is_muon(optimizer_class):
-        return
-    advice = f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}'
-    if issubclass(optimizer_class, MultiOptimizer):
-        raise ConfigurationError(
-            "'trainer.optimizer' is \"multi\", whose inner optimizers DeepSpeed can't shard at "
-            f"{advice}, or use one optimizer with 'parameter_groups'."
-        )
-    if issubclass(optimizer_class, torch.optim.SparseAdam):
-        raise ConfigurationError(
-            f"{subject}, which needs sparse gradients, but DeepSpeed can't reduce these at "
-            f'{advice}, or "adam"'
-        )
-    names = [name, *(each.__name__ for each in optimizer_class.__mro__)]
-    if any(_NOT_ELEMENTWISE.search(name) for name in names):
-        raise ConfigurationError(
-            f"{subject}, which isn't element-wise (it uses the shape or norm of a weight, or of "
-            "all), but at ZeRO "
-            f'stage {config.zero_stage} it receives flattened shards: write "deepspeed_config": '
-            '{"zero_optimization": {"stage": 0}}, or "adamw"'
-        )
-
-
-def check_section(optimizer: Dict[str, Any], config: ResolvedConfig) -> None:
-    """Checks the `"optimizer"` section of `deepspeed_config`, as `check_elementwise` does."""
-    name = optimizer["type"]
-    subject = f"'{ROOT}.optimizer.type' is \"{name}\""
-    if name.lower() == "adagrad":
-        _check_adagrad(subject, config)
-    if name.lower() in _ELEMENTWISE_OF_DEEPSPEED or name.lower() == "muon":
-        return
-    check_elementwise(subject, name, getattr(torch.optim, name, torch.optim.Optimizer), config)
-
-
-def _check_adagrad(subject: str, config: ResolvedConfig) -> None:
-    if config.precision in ("bf16", "fp16"):
-        raise ConfigurationError(
-            f"{subject}, whose state is bound to the original parameters, but with "
-            f"'{ROOT}.{config.precision}' DeepSpeed updates master weights: write \"adam\", or "
-            '"torch_autocast": {"enabled": true} instead of that section'
-        )
-
-
-def check_updates(
+def check_object(
     optimizer: torch.optim.Optimizer, config: ResolvedConfig, device: torch.device
 ) -> None:
     """
-    Checks that an optimizer that isn't known to be element-wise updates shards as it updates full
-    weights. Warns if that can't be tested.
+    Checks that an optimizer updates shards as it updates full weights. Warns if that can't be
+    tested.
 
     # Parameters
 
     optimizer : `torch.optim.Optimizer`, required.
     config : `ResolvedConfig`, required.
     device : `torch.device`, required.
+        The training device.
 
     # Raises
 
     `ConfigurationError`
         If it updates shards differently.
     """
-    optimizer_class = type(optimizer)
-    if config.zero_stage == 0 or is_elementwise(optimizer_class) or _is_muon(optimizer_class):
+    name = type(optimizer).__name__
+    subject = f"The optimizer is {name}"
+    _check_class(subject, type(optimizer), config)
+    if config.zero_stage == 0 or _is_deepspeeds(optimizer):
         return
-    name, stage = optimizer_class.__name__, config.zero_stage
-    # A single process may have no process group yet.
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    is_same = updates_shards_as_weights(optimizer, stage, world_size, device)
+    world_size = _world_size()
+    is_same = updates_shards_as_weights(optimizer, config.zero_stage, world_size, _CPU)
+    if is_same is None and config.offload_device == "none" and device != _CPU:
+        # It may have a kernel for the device only.
+        is_same = updates_shards_as_weights(optimizer, config.zero_stage, world_size, device)
+    if is_same is False:
+        raise _not_elementwise(subject, config)
     if is_same is None and (world_size == 1 or dist.get_rank() == 0):
         logger.warning(
             "%s may not be element-wise, which could not be tested; at ZeRO-%d it receives "
             "flattened shards. If it uses a weight's shape or norm, its updates are wrong: write "
             '"zero_optimization": {"stage": 0}.',
             name,
-            stage,
+            config.zero_stage,
         )
-    if is_same is False:
+
+
+def _is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
+    """
+    Returns whether it is one of DeepSpeed's for ZeRO, whose operators can't be copied. Muon gets
+    full weights.
+    """
+    module = type(optimizer).__module__
+    return module.startswith("deepspeed.") and not module.startswith("deepspeed.ops.lamb")
+
+
+def _world_size() -> int:
+    # A single process may have no process group yet.
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _check_sample(
+    subject: str,
+    construct: Callable[[torch.nn.Parameter], torch.optim.Optimizer],
+    config: ResolvedConfig,
+    world_size: int,
+) -> None:
+    """
+    Checks the updates of an optimizer with these settings, unless it can be constructed only for
+    the model or on a GPU: then the trainer checks it.
+    """
+    optimizer = None
+    with suppress(Exception), silence("allennlp."):
+        optimizer = construct(torch.nn.Parameter(torch.zeros(2, 2)))
+    if isinstance(optimizer, torch.optim.Optimizer) and (
+        updates_shards_as_weights(optimizer, config.zero_stage, world_size, _CPU) is False
+    ):
+        raise _not_elementwise(subject, config)
+
+
+def _not_elementwise(subject: str, config: ResolvedConfig) -> ConfigurationError:
+    return ConfigurationError(
+        f"{subject}, which isn't element-wise (it uses the shape or norm of a weight, or of all): "
+        "its updates of the flattened shards that it receives at ZeRO stage "
+        f'{config.zero_stage} differ from those of the weights. Write "deepspeed_config": '
+        '{"zero_optimization": {"stage": 0}}, or "adamw"'
+    )
+
+
+def _check_class(
+    subject: str, optimizer_class: Type[torch.optim.Optimizer], config: ResolvedConfig
+) -> None:
+    """Refuses what the class tells without an update."""
+    if issubclass(optimizer_class, torch.optim.Adagrad) and config.precision in ("bf16", "fp16"):
         raise ConfigurationError(
-            f"The optimizer is {name}, which isn't element-wise: on a sample of weights, its "
-            f"updates of the shards that it receives at ZeRO stage {stage} (world size "
-            f'{world_size}) differ from those of the weights. Write "deepspeed_config": '
-            '{"zero_optimization": {"stage": 0}}, or "adamw"'
+            f"{subject}, whose state is bound to the original parameters, but with "
+            f"'{ROOT}.{config.precision}' DeepSpeed updates master weights: write \"adam\", or "
+            '"torch_autocast": {"enabled": true} instead of that section'
+        )
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigurationError(
+            f"{subject}, whose step calls a closure, which DeepSpeed's engine doesn't support: "
+            'write "adamw"'
+        )
+    if config.zero_stage > 0 and issubclass(optimizer_class, MultiOptimizer):
+        raise ConfigurationError(
+            "'trainer.optimizer' is \"multi\", whose inner optimizers DeepSpeed can't shard at "
+            f'ZeRO stage {config.zero_stage}; write "zero_optimization": {{"stage": 0}}, or use '
+            "one optimizer with 'parameter_groups'."
         )
 
 
@@ -323,25 +288,3 @@ def check_modes(
             f"'{ROOT}.zero_optimization.offload_optimizer.device' is \"nvme\": write "
             '"device": "cpu"'
         )
-
-
-def is_elementwise(optimizer_class: Type[torch.optim.Optimizer]) -> bool:
-    """
-    Returns whether an optimizer is known to be element-wise. A subclass that overrides `step`
-    isn't.
-    """
-    return _own_step(optimizer_class) in _STEPS
-
-
-def _is_muon(optimizer_class: Type[torch.optim.Optimizer]) -> bool:
-    """Returns whether it is DeepSpeed's Muon, which gets the steps of unsharded weights."""
-    is_deepspeeds = optimizer_class.__module__ == "deepspeed.runtime.zero.muon.muon_optimizer"
-    return is_deepspeeds or issubclass(optimizer_class, MuonOptimizer)
-
-
-def _own_step(optimizer_class: Type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    # PyTorch wraps `step` when the first instance is constructed.
-    return inspect.unwrap(optimizer_class.step)
-
-
-_STEPS = {_own_step(known) for known in ELEMENTWISE}

@@ -4,17 +4,22 @@ tensors, with a copy of the optimizer for each worker.
 """
 
 import copy
+import itertools
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from unittest import mock
 
 import torch
 
 from allennlp_deepspeed.engine.optimizers.sub_group_steps import SubGroupSteps
 
-# A matrix with more elements than 8-bit optimizers leave in fp32, and vectors.
-_SHAPES = ((96, 64), (96,), (64,))
+# A matrix with more elements than 8-bit optimizers leave in fp32, and vectors, which optimizers for
+# matrices refuse.
+_SHAPES = (((96, 64), (96,), (64,)), ((96, 64), (16, 8), (8, 4)))
+_MOST_GROUPS = 4
+_LEAST, _LEARNING_RATE, _MOST = 1e-6, 1e-3, 1e3
 # The size of the gradients of each step: enough steps for warm-ups and averages of slow weights.
 _SCALES = 6 * (1.0, 0.1, 0.01, 3.0, 0.3)
 # The part of an update by which rounding may change it.
@@ -41,14 +46,18 @@ def updates_shards_as_weights(
     """
     # Compiling an optimizer takes a minute.
     with (
+        # Each step of PyTorch's asks CUDA whether it is capturing, which would begin to use a GPU.
+        mock.patch.object(torch.cuda, "is_available", lambda: False)
+        if device.type == "cpu"
+        else nullcontext(),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.compiler.set_stance("force_eager"),
     ):
         # An optimizer with a kernel of its own may not support fp64, in which small updates differ
         # from rounding.
-        for dtype in (torch.float64, torch.float32):
+        for shapes, dtype in itertools.product(_SHAPES, (torch.float64, torch.float32)):
             with suppress(Exception):
-                test = _Test(optimizer, zero_stage, min(world_size, 2), device, dtype)
+                test = _Test(optimizer, zero_stage, min(world_size, 2), device, dtype, shapes)
                 for _ in test.steps_of_full_weights():
                     if not test.step_shards():
                         return False
@@ -66,12 +75,15 @@ class _Test:
         num_shards: int,
         device: torch.device,
         dtype: torch.dtype,
+        shapes: Sequence[Tuple[int, ...]],
     ) -> None:
+        self._shapes = shapes
         self._stage = stage
         self._num_shards = num_shards
         self._device = device
         self._dtype = dtype
-        self._num_groups = len(optimizer.param_groups)
+        # More have no other kind of update, and the time grows with the square of their number.
+        self._num_groups = min(len(optimizer.param_groups), _MOST_GROUPS)
         self._generator = torch.Generator().manual_seed(0)
         self._start = self._random_groups(0.02)
         self._full = _Copy(optimizer, self._start)
@@ -121,7 +133,7 @@ class _Test:
                 torch.randn(shape, generator=self._generator)
                 .mul_(scale)
                 .to(self._device, self._dtype)
-                for shape in _SHAPES
+                for shape in self._shapes
             ]
             for _ in range(self._num_groups)
         ]
@@ -197,6 +209,8 @@ def _copy(optimizer: torch.optim.Optimizer, weights: Groups) -> torch.optim.Opti
     param_groups = [
         {
             **copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo),
+            # A warm-up may begin at 0, where no update shows anything, and at 1e30 none is finite.
+            **({"lr": _LEARNING_RATE} if _is_extreme(group.get("lr")) else {}),
             "params": list(weights_of_group),
         }
         for group, weights_of_group in zip(optimizer.param_groups, weights)
@@ -204,6 +218,10 @@ def _copy(optimizer: torch.optim.Optimizer, weights: Groups) -> torch.optim.Opti
     # It adds the hooks.
     copied.__setstate__({"state": defaultdict(dict), "param_groups": param_groups})
     return copied
+
+
+def _is_extreme(learning_rate: Any) -> bool:
+    return isinstance(learning_rate, (int, float)) and not _LEAST <= learning_rate <= _MOST
 
 
 def _flatten(groups: Groups) -> torch.Tensor:

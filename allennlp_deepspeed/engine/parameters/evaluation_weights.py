@@ -9,7 +9,6 @@ import torch.distributed as dist
 from allennlp.training.moving_average import MovingAverage
 from typing_extensions import override
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.shards import Shards
 from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDetector
 from allennlp_deepspeed.engine.process.interruption import TrainingInterrupted
@@ -22,14 +21,14 @@ class EvaluationWeights(MovingAverage):
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._shards = Shards(engine)
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
         super().__init__(
             (str(i), shard)
-            for i, shard in enumerate(self._shards.masters)
+            for i, shard in enumerate(shards.masters)
             # At stage 0 the optimizer may have frozen parameters.
             if not isinstance(shard, torch.nn.Parameter) or shard.requires_grad
         )
@@ -56,7 +55,7 @@ class EvaluationWeights(MovingAverage):
         with self._own_change():
             self.is_assigned = True
             self._assign()
-            self._shards.update_parameters()
+            self._shards.copy_masters_to_model()
 
     @contextmanager
     def assigned(self) -> Iterator[None]:
@@ -93,7 +92,7 @@ class EvaluationWeights(MovingAverage):
             return
         with self._own_change():
             self._restore()
-            self._shards.update_parameters()
+            self._shards.copy_masters_to_model()
             self.is_assigned = False
 
     def _own_change(self) -> ContextManager[None]:

@@ -3,7 +3,6 @@ from typing import List
 
 import torch
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine.parameters.shards import Shards
 
 
@@ -14,12 +13,12 @@ class FiniteWeights:
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        is_in_memory = not engine.zero_nvme_offload_optimizer()
-        fragments = Shards(engine).fragments if is_in_memory else {}
+    def __init__(self, shards: Shards) -> None:
+        is_in_memory = not shards.engine.zero_nvme_offload_optimizer()
+        fragments = shards.fragments if is_in_memory else {}
         self._fragments = [
             fragment
             for parameter, fragment in fragments.items()

@@ -37,7 +37,7 @@ ParameterSelection = Union[str, torch.nn.Parameter, Iterable[Union[str, torch.nn
 
 
 def full_state_dict(
-    engine: DeepSpeedEngine,
+    shards: Shards,
     keep: bool,
     directory: Optional[str] = None,
     excluded: Collection[str] = (),
@@ -48,7 +48,7 @@ def full_state_dict(
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
     keep : `bool`, required.
         Whether this rank stores the result. Other ranks take part in the collectives only.
     directory : `str`, optional (default = `None`)
@@ -61,10 +61,9 @@ def full_state_dict(
     `Optional[Dict[str, Any]]`
         The `model.state_dict()` of the unpartitioned model; `None` unless `keep`.
     """
-    shards = Shards(engine)
     gathered: Dict[int, torch.Tensor] = {}  # by identity, so that tied parameters stay tied
-    sharded = engine.module.state_dict(keep_vars=True)
-    state_dict = _empty_state_dict_like(sharded)
+    sharded = shards.engine.module.state_dict(keep_vars=True)
+    state_dict = empty_state_dict_like(sharded)
     for key, value in sharded.items():
         if key in excluded:
             continue
@@ -80,7 +79,7 @@ def full_state_dict(
 
 
 def load_full_state_dict(
-    engine: DeepSpeedEngine, state_dict: Optional[StateDict], excluded: Collection[str] = ()
+    shards: Shards, state_dict: Optional[StateDict], excluded: Collection[str] = ()
 ) -> None:
     """
     Loads full weights into the engine: into its fp32 master weights and the weights of the forward
@@ -88,13 +87,13 @@ def load_full_state_dict(
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
     state_dict : `Optional[Dict[str, Any]]`, required.
         The result of `full_state_dict`. Only that of rank 0 is read.
     excluded : `Collection[str]`, optional (default = `()`)
         The names of the parameters that it leaves out, the same on every rank.
     """
-    shards = Shards(engine)
+    engine = shards.engine
     current = engine.module.state_dict(keep_vars=True)
     names = [
         key
@@ -105,16 +104,16 @@ def load_full_state_dict(
         source = state_dict[name] if dist.get_rank() == 0 and state_dict is not None else None
         full = broadcast(source, current[name], engine.device)
         set_full_parameter(current[name], full, shards)
-    shards.update_parameters()
+    shards.copy_masters_to_model()
     others: Optional[StateDict] = None
     if state_dict is not None:
-        others = _empty_state_dict_like(state_dict)
+        others = empty_state_dict_like(state_dict)
         others.update((key, value) for key, value in state_dict.items() if key not in set(names))
     # Pickled, because it may be of any type, and no backend broadcasts all dtypes of tensors.
     engine.module.load_state_dict(collectives.broadcast_object(others), strict=False)
 
 
-def _empty_state_dict_like(state_dict: Any) -> StateDict:
+def empty_state_dict_like(state_dict: Any) -> StateDict:
     """Returns an empty state dict with the versions of the modules, if the other one has them."""
     empty: Any = OrderedDict()
     if hasattr(state_dict, "_metadata"):
@@ -123,7 +122,7 @@ def _empty_state_dict_like(state_dict: Any) -> StateDict:
 
 
 def full_parameters(
-    engine: DeepSpeedEngine, directory: Optional[str] = None
+    shards: Shards, directory: Optional[str] = None
 ) -> Dict[torch.nn.Parameter, torch.Tensor]:
     """
     Returns the full fp32 weights, on the CPU, of each parameter of the model that isn't a full fp32
@@ -131,11 +130,11 @@ def full_parameters(
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
     directory : `str`, optional (default = `None`)
         As for `full_state_dict`.
     """
-    shards = Shards(engine)
+    engine = shards.engine
     is_plain = engine.zero_optimization_stage() == 0
     return {
         parameter: _to_plain(full_parameter(parameter, shards), directory)
@@ -163,7 +162,7 @@ def full_parameter(parameter: torch.nn.Parameter, shards: Shards) -> torch.Tenso
 def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shards: Shards) -> None:
     """
     Writes a full value, which every rank has, into a parameter's master weights if it is trainable,
-    else into the parameter. `Shards.update_parameters` must follow.
+    else into the parameter. `Shards.copy_masters_to_model` must follow.
 
     Works around DeepSpeed 0.19.8: at stage 3 `safe_set_full_fp32_param` fails for sizes that aren't
     a multiple of the world size. Gone when it takes 3 elements on 2 ranks.
@@ -207,7 +206,7 @@ def _to_plain(tensor: torch.Tensor, directory: Optional[str]) -> torch.Tensor:
 
 @contextmanager
 def modified_weights(
-    engine: DeepSpeedEngine,
+    shards: Shards,
     which: ParameterSelection = None,
     left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
@@ -218,7 +217,7 @@ def modified_weights(
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
     which : `Union[str, Parameter, Iterable[Union[str, Parameter]]]`, optional (default = `None`)
         Parameters, or regular expressions that are searched in their names. `None` means all.
     left_out : `Mapping[str, str]`, optional (default = `{}`)
@@ -230,7 +229,7 @@ def modified_weights(
     `ConfigurationError`
         If a regular expression matches no name, or a parameter in `left_out` was changed.
     """
-    shards = Shards(engine)
+    engine = shards.engine
     parameters = (
         list(engine.module.parameters()) if which is None else _select_parameters(engine, which)
     )
@@ -239,7 +238,7 @@ def modified_weights(
     with torch.no_grad():
         try:
             for parameter in parameters:
-                if not shards.steps_parameters or shards.names[parameter] in left_out:
+                if not shards.steps_parameters or shards.name_of(parameter) in left_out:
                     full = full_parameter(parameter, shards)
                     dtype = _in_full_precision(full.dtype)
                     parameter.data = full.to(engine.device, dtype, copy=True)
@@ -255,7 +254,7 @@ def modified_weights(
             source = value if dist.get_rank() == 0 else None
             full = broadcast(source, parameter, engine.device)
             set_full_parameter(parameter, full, shards)
-        shards.update_parameters()
+        shards.copy_masters_to_model()
 
 
 def fingerprint(parameter: Any) -> int:
@@ -282,9 +281,9 @@ def _check_unchanged(
     if not left_out:
         return
     changed = [
-        shards.names[parameter]
+        shards.name_of(parameter)
         for parameter, value in values
-        if shards.names[parameter] in left_out
+        if shards.name_of(parameter) in left_out
         and not torch.allclose(
             value, full_parameter(parameter, shards).to(value), rtol=0, atol=0, equal_nan=True
         )

@@ -95,7 +95,7 @@ class ModelSnapshot:
     def _added_names(self) -> Dict[torch.nn.Module, Set[str]]:
         return {module: set(vars(module)) - names for module, names in self._names.items()}
 
-    def write_master_weights(self, engine: DeepSpeedEngine) -> None:
+    def write_master_weights(self, shards: Shards) -> None:
         """
         Writes the model's fp32 weights into the master weights of a half-precision engine in a
         single process.
@@ -103,8 +103,8 @@ class ModelSnapshot:
         Works around DeepSpeed 0.19.8: it initializes its fp32 master weights from the weights after
         rounding them to half precision. Gone when the master weights are the model's fp32 weights.
         """
-        if not engine.zero_nvme_offload_optimizer():
-            for parameter, fragment in Shards(engine).fragments.items():
+        if not shards.engine.zero_nvme_offload_optimizer():
+            for parameter, fragment in shards.fragments.items():
                 if parameter in self._values:
                     fragment.write(fragment.master.data, self._values[parameter])
 
@@ -118,15 +118,13 @@ class ModelSnapshot:
             for parameter in self._states:
                 engine.basic_optimizer.state.pop(parameter, None)
 
-    def collect(
-        self, engine: DeepSpeedEngine, device: torch.device, directory: Optional[str]
-    ) -> None:
+    def collect(self, shards: Shards, device: torch.device, directory: Optional[str]) -> None:
         """
         Copies the weights from the engine.
 
         # Parameters
 
-        engine : `DeepSpeedEngine`, required.
+        shards : `Shards`, required.
         device : `torch.device`, required.
             The device that the model is restored on.
         directory : `Optional[str]`, required.
@@ -134,8 +132,8 @@ class ModelSnapshot:
         """
         if directory is not None and not os.path.isdir(directory):
             directory = None
-        self._device = device
-        self._values = full_parameters.full_parameters(engine, directory)
+        engine, self._device = shards.engine, device
+        self._values = full_parameters.full_parameters(shards, directory)
         if engine.global_steps > 0 and self._optimizer is not None:
             has_states = engine.optimizer is engine.basic_optimizer
             self._states = dict(self._optimizer.state) if has_states else {}

@@ -52,7 +52,10 @@ class Fragment(NamedTuple):
         full : `torch.Tensor`
             A tensor of the layout of the full parameter, which is read.
         """
-        values = self.in_full(full)
+        self.fill(tensor, self.in_full(full))
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes these elements, which have one dimension, as `write` does."""
         if tensor.is_contiguous():
             tensor.view(-1).narrow(0, self.start, self.size).copy_(values)
         else:
@@ -68,7 +71,7 @@ class Shards:
     """
     Mapping of parameters to the optimizer's groups and to this rank's slices, at every ZeRO stage.
     At stage 0 the optimizer updates the model's parameters or fp32 copies of them, at stages 1 to 3
-    this rank's flat fp32 shards.
+    this rank's flat fp32 shards. Only `DeepSpeedWrappedModel.shards` constructs it.
 
     # Parameters
 
@@ -76,6 +79,7 @@ class Shards:
 
     # Attributes
 
+    engine : `DeepSpeedEngine`
     groups : `List[List[torch.nn.Parameter]]`
         The model's parameters in each of the optimizer's `param_groups`.
     masters : `List[torch.Tensor]`
@@ -88,19 +92,14 @@ class Shards:
         of.
     trained : `Set[torch.nn.Parameter]`
         All parameters in `groups`.
-    names : `Dict[torch.nn.Parameter, str]`
-        The names of all parameters of the model, the first one of parameters with several names:
-        those at the engine's construction, since a callback may tie or replace parameters later.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
         self._optimizer: Any = engine.optimizer
-        self._basic_optimizer = engine.basic_optimizer
         self._is_partitioned = engine.zero_optimization_partition_weights()
         self.steps_parameters = engine.optimizer is engine.basic_optimizer
         """Whether the optimizer updates the model's parameters themselves."""
-        now = {p: name for name, p in engine.module.named_parameters()}
-        self.names: Dict[torch.nn.Parameter, str] = {**now, **engine.param_names}
         self.shards_optimizer = self._is_partitioned or hasattr(
             engine.optimizer, "update_lp_params"
         )
@@ -156,8 +155,21 @@ class Shards:
                 self.fragments[parameter] = Fragment(master, here.start, offset, here.numel)
 
     @property
+    def names(self) -> Dict[torch.nn.Parameter, str]:
+        """
+        Returns the names of all parameters that the model has now, the first one of parameters with
+        several names: those at the engine's construction, since a callback may tie or replace
+        parameters later.
+        """
+        now = {p: name for name, p in self.engine.module.named_parameters()}
+        return {**now, **self.engine.param_names}
+
+    def name_of(self, parameter: torch.nn.Parameter) -> str:
+        return self.engine.param_names.get(parameter) or self.names[parameter]
+
+    @property
     def names_of_groups(self) -> List[List[str]]:
-        return [[self.names[parameter] for parameter in group] for group in self.groups]
+        return [[self.name_of(parameter) for parameter in group] for group in self.groups]
 
     @contextmanager
     def in_memory(self, index: int) -> Iterator[torch.Tensor]:
@@ -256,10 +268,10 @@ class Shards:
             is_flat = isinstance(value, torch.Tensor) and value.shape == master.shape
             return fragment.in_master(value) if is_flat and value.numel() > fragment.size else value
 
-        state = self._basic_optimizer.state.get(master, {})
+        state = self.engine.basic_optimizer.state.get(master, {})
         return {name: own_elements(value) for name, value in state.items()}
 
-    def update_parameters(self) -> None:
+    def copy_masters_to_model(self) -> None:
         """Copies `masters` to the model's weights after a change. Every rank must call it."""
         if self._is_partitioned:
             self._optimizer.checkpoint_event_prologue()  # partitions persistent parameters

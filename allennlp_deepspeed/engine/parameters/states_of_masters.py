@@ -11,7 +11,6 @@ from typing import Any, Callable, DefaultDict, Dict, Iterator, Tuple
 import torch
 from typing_extensions import override
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.parameters.shards import Shards
 
@@ -84,7 +83,7 @@ for _name in ("__setitem__", "__delitem__", "__contains__", "get", "pop", "setde
 
 
 @contextmanager
-def refuse_parameters_as_keys(engine: DeepSpeedEngine) -> Iterator[None]:
+def refuse_parameters_as_keys(shards: Shards) -> Iterator[None]:
     """
     Context manager in which the optimizer's `state` is a `StatesOfMasters`, also after it was
     replaced, by loading or by a callback. `state_dict` and `load_state_dict` have the states of
@@ -92,11 +91,11 @@ def refuse_parameters_as_keys(engine: DeepSpeedEngine) -> Iterator[None]:
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
-        Its optimizer must update other tensors than the model's parameters.
+    shards : `Shards`, required.
+        The engine's optimizer must update other tensors than the model's parameters.
     """
-    shards, optimizer = Shards(engine), engine.basic_optimizer
-    names = {parameter: shards.names[parameter] for parameter in shards.trained}
+    optimizer = shards.engine.basic_optimizer
+    names = {parameter: shards.name_of(parameter) for parameter in shards.trained}
 
     def refuse(*_: Any) -> None:
         if not isinstance(optimizer.state, StatesOfMasters):
@@ -106,8 +105,6 @@ def refuse_parameters_as_keys(engine: DeepSpeedEngine) -> Iterator[None]:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             refuse()
-            for key in optimizer.state:  # `update` checks none
-                optimizer.state.check(key)
             with shards.in_param_groups():
                 return method(*args, **kwargs)
 

@@ -1,31 +1,31 @@
 import logging
 import math
-import operator
+import time
+from collections import deque
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any, Dict, Iterator, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
-from allennlp_deepspeed.deepspeed_api import DeepSpeedEngine, get_comm_dtype
+from allennlp_deepspeed.deepspeed_api import get_comm_dtype
 from allennlp_deepspeed.engine import internals
 from allennlp_deepspeed.engine.parameters.released_parameters import (
     access_allowed,
     call_before_release,
 )
 from allennlp_deepspeed.engine.parameters.shards import Fragment, Shards
-from allennlp_deepspeed.engine.parameters.shared_attributes import (
-    ReleasedMemory,
-    shared_attribute_error,
-)
-from allennlp_deepspeed.engine.process import collectives
+from allennlp_deepspeed.engine.parameters.shared_attributes import ReleasedMemory
 
 logger = logging.getLogger(__name__)
 
+# Of the time of training, for comparisons that the reading of losses asks for.
+_SHARE_OF_TIME = 0.01
+# Of the last comparisons the shortest is what one takes: others may have waited for the processor.
+_NUM_TIMED = 3
+
 # The number of elements to compare at a time, which needs memory for a copy of them on a GPU.
 _ELEMENTS_AT_A_TIME = 2**24
-
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class WeightChangeDetector:
@@ -34,24 +34,29 @@ class WeightChangeDetector:
     optimizer updates other tensors, from which the next step overwrites the model's weights.
 
     PyTorch counts in-place changes of a tensor. DeepSpeed's steps aren't counted, except in a group
-    with a single parameter, where each step compares the weights and takes a new snapshot. Such
+    with a single parameter, where each step compares the weights and marks them as unchanged. Such
     changes are detected at the next reading of the losses, even if a step has overwritten them
     since.
 
     Changes through `.data` aren't counted either. So this rank's shards of the weights are also
     compared with the tensors that the optimizer updates: in the first step of an epoch, in each
-    step that follows a reading of the losses, after an epoch, and before any other code writes or
+    step after which the losses are read, after an epoch, and before any other code writes or
     saves the weights, and in each step if a callback or a subclass of the trainer may change them.
     Otherwise a change through `.data`, which the model's forward pass makes in another step, is not
-    detected.
+    detected. Where comparisons for the reading of losses would take more than 1 % of the time, they
+    are left out until they don't.
 
     # Parameters
 
-    engine : `DeepSpeedEngine`, required.
+    shards : `Shards`, required.
+    agree : `Callable[[], Any]`, required.
+        Compares all that must not change with all ranks: it calls `pop_changed`, and raises an
+        error on every rank if a weight or anything else has changed on any.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._device = engine.device
+    def __init__(self, shards: Shards, agree: Callable[[], Any]) -> None:
+        engine = shards.engine
+        self._device, self._agree = engine.device, agree
         self._model = engine.module
         is_partitioned = engine.zero_optimization_partition_weights()
         self._named_parameters: List[Tuple[str, Any]] = [
@@ -60,7 +65,6 @@ class WeightChangeDetector:
             # Frozen weights don't change where every rank has all of them.
             if parameter.requires_grad or is_partitioned
         ]
-        shards = Shards(engine)
         if shards.steps_parameters:
             self._named_parameters = []
         # There are none on NVMe.
@@ -69,11 +73,14 @@ class WeightChangeDetector:
         # The flat buffer of a group with a single parameter is a view of it, so that PyTorch counts
         # the optimizer's own writes as changes of the parameter.
         self.is_due_each_step = not is_partitioned and any(len(g) == 1 for g in shards.groups)
-        """Whether each step is to call `snapshot` when it ends."""
+        """Whether each step is to call `mark_unchanged` when it ends."""
         self.is_due = True
-        """Whether the next step is to call `compare_during_passes` and `compare_before_step`."""
+        """Whether the step is to call `compare_during_passes` and `compare_before_step`."""
         self._is_first_in_epoch = True
         self._compares_each_step = False
+        self._seconds: Deque[float] = deque(maxlen=_NUM_TIMED)
+        self._seconds_in_step = 0.0
+        self._next_time = 0.0
         # A release may lose a change.
         self._compares_before_release = is_partitioned and not engine.zero_quantized_weights()
         # The memory that the first step releases, until the second step looks for attributes in it.
@@ -84,22 +91,31 @@ class WeightChangeDetector:
         self._compared: Dict[Any, int] = {}
         # Parameters and whether each differed, on the device until the next synchronization.
         self._differences: List[Tuple[List[str], torch.Tensor]] = []
+        self.shared_attributes: Dict[str, Any] = {}
+        """An attribute with the memory that a parameter had in the first step at ZeRO stage 3."""
+        self.has_compared = False
+        """Whether all weights have been compared since an owner of this object has reset it."""
         # The first parameter with a detected change.
         self._found: Optional[str] = None
-        self.snapshot()
+        self.mark_unchanged()
 
     def start_epoch(self, compares_each_step: bool) -> None:
         self.is_due = self._is_first_in_epoch = True
         self._compares_each_step = compares_each_step
 
-    def snapshot(self) -> None:
+    def request(self) -> None:
+        """Asks for a comparison in this step, unless the last one was too recent."""
+        self.is_due = self.is_due or time.monotonic() >= self._next_time
+
+    def mark_unchanged(self) -> None:
         """Records the weights as unchanged."""
         self._versions = [self._versions_of(parameter) for _, parameter in self._named_parameters]
 
     def check(self) -> None:
         """
-        Finds parameters whose changes PyTorch has counted since the last snapshot, or that have
-        elements where stage 3 has released them. Must be called before a forward pass gathers them.
+        Finds parameters whose changes PyTorch has counted since they were last marked as unchanged,
+        or that have elements where stage 3 has released them. Must be called before a forward pass
+        gathers them.
         """
         with access_allowed():
             for i, (name, parameter) in enumerate(self._named_parameters):
@@ -116,7 +132,7 @@ class WeightChangeDetector:
         """Context manager for code of this package that writes weights outside a step."""
         self.check()
         yield
-        self.snapshot()
+        self.mark_unchanged()
 
     @contextmanager
     def compare_during_passes(self) -> Iterator[None]:
@@ -129,7 +145,7 @@ class WeightChangeDetector:
             yield
             return
         self.check()
-        self._compared = {}
+        self._compared, self._seconds_in_step = {}, 0.0
         if not self._compares_before_release:
             yield
             return
@@ -159,13 +175,8 @@ class WeightChangeDetector:
         """
         Compares the weights that the passes haven't compared, or whose shards have been written
         since, as by `GatheredParameters`. Must be called before the optimizer step. It doesn't
-        synchronize with the device.
-
-        # Raises
-
-        `ConfigurationError`
-            In the second step at ZeRO stage 3, if an attribute has the memory that a parameter had
-            in the first.
+        synchronize with the device. In the second step at ZeRO stage 3 it also looks for a
+        shared attribute.
         """
         if self._released_memory is not None:
             self._check_attributes(self._released_memory)
@@ -176,7 +187,11 @@ class WeightChangeDetector:
                 for name, parameter in named_parameters
                 if self._compared.get(parameter) != parameter.ds_tensor._version
             ]
+        self.has_compared = True
         self._compare(named_parameters, self._includes_offloaded)
+        if not self._is_first_in_epoch:  # which may include more
+            self._seconds.append(self._seconds_in_step)
+            self._next_time = time.monotonic() + min(self._seconds) / _SHARE_OF_TIME
         self.is_due = (
             self.is_due_each_step or self._compares_each_step or self._released_memory is not None
         )
@@ -192,10 +207,12 @@ class WeightChangeDetector:
         self._released_memory = None
         found = released_memory.find_attribute(self._model)
         if found is not None:
-            name, parameter = found
-            raise shared_attribute_error(name, self._names[parameter], "at ZeRO stage 3")
+            attribute, parameter = found
+            name = f"'{attribute}' with memory of the parameter '{self._names[parameter]}'"
+            self.shared_attributes = {name: parameter}
 
     def _compare(self, named_parameters: List[Tuple[str, Any]], includes_offloaded: bool) -> None:
+        start = time.monotonic()
         names: List[str] = []
         pairs: List[Tuple[torch.Tensor, torch.Tensor]] = []
         num_elements = 0
@@ -209,11 +226,14 @@ class WeightChangeDetector:
                     names.append(name)
                     pairs.append(pair)
                     num_elements += fragment.size
+            else:
+                self.has_compared = False
             if num_elements > _ELEMENTS_AT_A_TIME:
                 self._add_differences(names, pairs)
                 names, pairs, num_elements = [], [], 0
         if pairs:
             self._add_differences(names, pairs)
+        self._seconds_in_step += time.monotonic() - start
 
     def _add_differences(
         self, names: List[str], pairs: List[Tuple[torch.Tensor, torch.Tensor]]
@@ -226,39 +246,34 @@ class WeightChangeDetector:
         # NaN, which is a separate error, isn't larger than 0.
         self._differences.append((names, largest > 0))
 
-    def has_detected(self) -> bool:
-        """Returns whether this rank has detected a change. It synchronizes with the device."""
+    def pop_changed(self) -> Dict[str, bool]:
+        """
+        Returns `True` by the name of a parameter, if one has been changed on this rank since the
+        last call. It synchronizes with the device.
+        """
         self.check()
         differences, self._differences = self._differences, []
         if differences:
             names = [name for names, _ in differences for name in names]
             are_different = torch.cat([are_different for _, are_different in differences]).tolist()
             self._found = self._found or next(compress(names, are_different), None)
-        return self._found is not None
-
-    def raise_error(self) -> NoReturn:
-        """Raises an error. Every rank must call it if any `has_detected` a change."""
         found, self._found = self._found, None
-        changed = "A parameter" if found is None else f"The parameter '{found}'"
-        where = " on another rank" if found is None else ""
-        raise RuntimeError(
-            f"{changed} was changed outside the optimizer{where}. The optimizer updates master "
-            "weights, and its next step would undo the change. Make it in a callback, within "
-            "`with trainer.modified_weights():`, on every rank. In a forward pass, compute with a "
-            "changed copy instead: `torch.clamp(weight, max=4.6)` for "
-            "`weight.data.clamp_(max=4.6)`."
-        )
+        return {} if found is None else {found: True}
 
     def warn_if_changed(self) -> None:
         """Warns of changes when there is no next step that would undo them."""
-        self._compare(self._named_parameters, includes_offloaded=True)
-        if self.has_detected():
+        self.compare()
+        for found in self.pop_changed():
             logger.warning(
                 "The parameter '%s' was changed outside the optimizer after training, and the "
                 "change is lost. Make it within `with trainer.modified_weights():`.",
-                self._found,
+                found,
             )
-            self._found = None
+
+    def compare(self) -> None:
+        """Compares all weights."""
+        self.has_compared = True
+        self._compare(self._named_parameters, includes_offloaded=True)
 
     def raise_if_changed(self) -> None:
         """
@@ -270,70 +285,12 @@ class WeightChangeDetector:
         `RuntimeError`
             On every rank, if any has detected a change.
         """
-        self._compare(self._named_parameters, includes_offloaded=True)
-        if collectives.all_reduce_any(self.has_detected(), self._device):
-            self.raise_error()
+        self.compare()
+        self._agree()
 
     def _versions_of(self, parameter: Any) -> Tuple[int, int]:
         partition = parameter.ds_tensor._version if internals.is_sharded(parameter) else 0
         return parameter._version, partition
-
-
-class RequiresGradDetector:
-    """
-    Detects parameters that have been frozen or unfrozen since the engine was constructed. Where the
-    optimizer updates the model's parameters it skips those without a gradient. In all other cases
-    they are shards of flat tensors, each of which is updated as one.
-
-    # Parameters
-
-    engine : `DeepSpeedEngine`, required.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        shards = Shards(engine)
-        self._steps_parameters = shards.steps_parameters
-        tensors: List[Tuple[str, torch.Tensor]] = list(engine.module.named_parameters())
-        if self._steps_parameters:
-            stepped = {parameter for group in shards.groups for parameter in group}
-            tensors = [(name, tensor) for name, tensor in tensors if tensor not in stepped]
-        else:
-            # A callback may find these in the optimizer's `param_groups`.
-            for master, parameters in zip(shards.masters, shards.parameters_of_masters):
-                tensors += [(shards.names[parameters[0]], master)] if parameters else []
-        self._names = [name for name, _ in tensors]
-        self._tensors = [tensor for _, tensor in tensors]
-        self._requires_grad = [tensor.requires_grad for tensor in self._tensors]
-
-    def check(self) -> None:
-        """
-        Checks `requires_grad` of all parameters. Must be called before each step.
-
-        # Raises
-
-        `RuntimeError`
-            If `requires_grad` of a parameter has changed.
-        """
-        with access_allowed():
-            requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
-        if requires_grad == self._requires_grad:
-            return
-        for name, before, now in zip(self._names, self._requires_grad, requires_grad):
-            if before != now:
-                self._raise(name, before)
-
-    def _raise(self, name: str, was_trainable: bool) -> NoReturn:
-        if self._steps_parameters:
-            raise RuntimeError(
-                f"The parameter '{name}' was unfrozen, but the optimizer doesn't have it. Leave "
-                "it trainable in 'trainer.no_grad' and in the model's constructor, and let the "
-                "callback freeze it in `on_start`."
-            )
-        raise RuntimeError(
-            f"The parameter '{name}' was {'frozen' if was_trainable else 'unfrozen'} during "
-            "training, which DeepSpeed doesn't support. Freeze it by 'trainer.no_grad', or write "
-            '"deepspeed_config": {"zero_optimization": {"stage": 0}} without "bf16" and "fp16".'
-        )
 
 
 def _is_replaced(parameter: Any) -> bool:

@@ -73,13 +73,6 @@ def all_reduce_min(
     return _all_reduce(value, device, dtype, dist.ReduceOp.MIN)
 
 
-def all_reduce_sum(
-    value: Numbers, device: torch.device, dtype: torch.dtype = torch.int32
-) -> Numbers:
-    """Returns the sum over all ranks. Parameters are those of `all_reduce_max`."""
-    return _all_reduce(value, device, dtype, dist.ReduceOp.SUM)
-
-
 def all_reduce_any(value: bool, device: torch.device) -> bool:
     """
     Returns whether the value is true on any rank, with one all-reduce. Every rank must call it.
@@ -149,10 +142,10 @@ def all_gather_object(value: T) -> List[T]:
     return values
 
 
-def wait_for_ranks(name: str, value: Optional[str] = None) -> List[Optional[str]]:
+def wait_for_ranks(name: str, problem: Optional[str] = None) -> List[str]:
     """
-    Waits for all ranks, without a time limit, and returns their values, by rank. Every rank must
-    call it once with each name.
+    Waits for all ranks, without a time limit, and returns their problems, as `gather_problems`.
+    Every rank must call it once with each name.
 
     The ranks meet in the store of the process group. In a collective, NCCL would compute on each
     waiting GPU all the time, and a group's first collective has the time limit of the store.
@@ -161,22 +154,25 @@ def wait_for_ranks(name: str, value: Optional[str] = None) -> List[Optional[str]
 
     name : `str`
         What the ranks wait for.
-    value : `str`, optional (default = `None`)
-        The value of this rank.
+    problem : `str`, optional (default = `None`)
+        The problem of this rank, if it has one.
 
     # Raises
 
     `PeerFailed`
         If another rank reports a failure in the meantime.
     """
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"{name}/{dist.get_rank()}", json.dumps(value))
-    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
-    for key in keys:
-        while not store.check([key]):
-            worker_failure.raise_if_peer_failed()
-            time.sleep(_POLL_SECONDS)
-    return [json.loads(store.get(key)) for key in keys]
+    problems = [problem]
+    if world_size() > 1:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{name}/{dist.get_rank()}", json.dumps(problem))
+        keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+        for key in keys:
+            while not store.check([key]):
+                worker_failure.raise_if_peer_failed()
+                time.sleep(_POLL_SECONDS)
+        problems = [json.loads(store.get(key)) for key in keys]
+    return _distinct(problems)
 
 
 def gather_problems(problem: Optional[str]) -> List[str]:
@@ -189,7 +185,11 @@ def gather_problems(problem: Optional[str]) -> List[str]:
     problem : `Optional[str]`
         The problem of this rank, if it has one.
     """
-    return list(dict.fromkeys(p for p in all_gather_object(problem) if p is not None))
+    return _distinct(all_gather_object(problem))
+
+
+def _distinct(problems: List[Optional[str]]) -> List[str]:
+    return list(dict.fromkeys(p for p in problems if p is not None))
 
 
 def is_same_on_all_ranks(checksum: int, device: torch.device) -> bool:

@@ -1,6 +1,6 @@
 """
 Handles SIGTERM and Ctrl-C during training: signals are recorded, and the ranks stop where all of
-them agree to, in `_stop_if_signaled` and `_agree_on_interruption` of `training/trainer.py`.
+them agree to, in `_stop_if_signaled` of `training/trainer.py`.
 """
 
 import logging
@@ -12,13 +12,11 @@ from multiprocessing import popen_fork
 from types import FrameType, TracebackType
 from typing import Any, Dict, List, Optional, Type
 
-import torch
 import torch.distributed as dist
 from allennlp.common.util import SigTermReceived
 from torch.utils.data._utils import signal_handling
 
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.engine.process import collectives
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +33,14 @@ class TrainingInterrupted(SigTermReceived):
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
         self.signal_number = signal_number
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """Raised instead of `TrainingInterrupted` after Ctrl-C in a single process."""
+
+
+# Unlike the `KeyboardInterrupt` of a second signal, raised where training can stop.
+INTERRUPTIONS = (TrainingInterrupted, TrainingStopped)
 
 
 class TrainingInterruption:
@@ -68,11 +74,13 @@ class TrainingInterruption:
         """Number of received signals."""
         self.signal_number = 0
         """The received signal: SIGTERM if both have been received, 0 if none."""
+        self.agreed_number = 0
+        """The signal that the ranks have agreed on, 0 if none has received one."""
 
     def __enter__(self) -> "TrainingInterruption":
         global _current
         self.count = 0
-        self.signal_number = 0
+        self.signal_number = self.agreed_number = 0
         if threading.current_thread() is threading.main_thread():
             for signal_number in _SIGNALS:
                 handler = signal.getsignal(signal_number)
@@ -106,27 +114,16 @@ class TrainingInterruption:
         if self.count > 1 and not self._is_worker:
             raise KeyboardInterrupt if signal_number == signal.SIGINT else SigTermReceived
 
-    def agree(self, device: torch.device) -> int:
-        """
-        Returns the signal that any rank has received, 0 if none. Every rank must call it.
-
-        # Parameters
-
-        device : `torch.device`, required.
-            The device that the process group communicates on.
-        """
-        return collectives.all_reduce_max(self.signal_number, device)
-
 
 def interrupted(signal_number: int, where: str) -> BaseException:
     """
-    Returns the exception to raise for a signal that the ranks have agreed on. In a single process
-    Ctrl-C raises its usual `KeyboardInterrupt`.
+    Returns the exception to raise for a signal that the ranks have agreed on, one of
+    `INTERRUPTIONS`.
     """
     message = f"Stopped by {signal.Signals(signal_number).name} {where}."
     announce(logger, message, level=logging.WARNING)
     if signal_number == signal.SIGINT and dist.get_world_size() == 1:
-        return KeyboardInterrupt(message)
+        return TrainingStopped(message)
     return TrainingInterrupted(message, signal_number)
 
 

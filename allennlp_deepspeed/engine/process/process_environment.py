@@ -134,7 +134,7 @@ def use_accelerator(device: torch.device) -> None:
 def _restore_global_state() -> Iterator[None]:
     """
     Context manager that restores the global state of DeepSpeed and PyTorch that engines change, and
-    leave changed when they are destroyed (`DeepSpeedWrappedModel._tear_down`).
+    leave changed when they are destroyed (`DeepSpeedWrappedModel.tear_down`).
     """
     try:
         with (

@@ -13,6 +13,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data.dataset_readers import dataset_reader
 from allennlp.models import Model
 
+from allennlp_deepspeed.training_traits import traits_of
+
 
 def check_model(model: Type[Model]) -> None:
     """
@@ -21,11 +23,11 @@ def check_model(model: Type[Model]) -> None:
     # Raises
 
     `ConfigurationError`
-        If the class has no `transformer_to_share`, whose attention has to cover the parts of all
-        ranks, or if its loss isn't a mean over tokens, whose numbers weight the parts.
+        If its attention doesn't cover the parts of all ranks, or if its loss isn't a mean over
+        tokens, whose numbers weight the parts.
     """
-    averages_over_tokens = getattr(model, "averages_loss_over_tokens", False)
-    if not (hasattr(model, "transformer_to_share") and averages_over_tokens):
+    traits = traits_of(model)
+    if not (traits.shares_sequences and traits.averages_loss_over_tokens):
         raise ConfigurationError(
             f"'trainer.sequence_parallel_size' is above 1, but the model is a {model.__name__}: "
             'only "causal_lm" supports sequence parallelism. Models that mask attention don\'t, '

@@ -1,5 +1,6 @@
 """Block-sparse attention beside dense attention with the same mask."""
 
+import shutil
 from typing import Any, Dict, List, Tuple
 
 import pytest
@@ -9,8 +10,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.modules import Seq2SeqEncoder
 from torch.utils.checkpoint import checkpoint
 
-from allennlp_deepspeed.attention import BlockSparseAttention
-from allennlp_deepspeed.attention.block_sparse_attention import (
+from allennlp_deepspeed.models.attention import BlockSparseAttention
+from allennlp_deepspeed.models.attention.block_sparse_attention import (
     SparseAttention,
     attend_with_flex_attention,
 )
@@ -123,8 +124,8 @@ def test_a_text_gets_the_same_however_far_its_batch_is_padded(name: str):
 
 
 @pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="PyTorch compiles flex_attention for CPUs with AVX2 or newer only",
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT" or shutil.which("g++") is None,
+    reason="PyTorch compiles flex_attention for CPUs with AVX2 or newer only, with a C++ compiler",
 )
 def test_compiled_flex_attention_gives_the_same():
     """Forward only, of a length that is a multiple of its blocks: for CPUs PyTorch has no more."""

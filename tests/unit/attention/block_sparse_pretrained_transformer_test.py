@@ -11,8 +11,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.modules import TokenEmbedder
 from transformers import AutoConfig, AutoModel
 
-from allennlp_deepspeed.attention import BlockSparseAttention
-from allennlp_deepspeed.attention.block_sparse_pretrained_transformer import TESTED
+from allennlp_deepspeed.models.attention import BlockSparseAttention
+from allennlp_deepspeed.models.attention.block_sparse_pretrained_transformer import TESTED
 from tests.fixtures.dense_attention import dense_mask
 from tests.fixtures.tiny_bert import tiny_bert
 

@@ -5,7 +5,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from allennlp_deepspeed.attention import BlockSparseAttention
+from allennlp_deepspeed.models.attention import BlockSparseAttention
 
 
 def layout(**section: Any) -> Any:

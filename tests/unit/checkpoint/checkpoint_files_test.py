@@ -13,8 +13,6 @@ from typing import Any, Callable, Dict, List, Set, Tuple
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import serialization
@@ -186,10 +184,10 @@ def test_a_directory_without_a_record_is_no_checkpoint(tmp_path: Path):
         "[]",
         "null",
         "\x00\x00\x00",
-        '{"format_version": 3}',
-        '{"format_version": 3, "files": []}',
-        '{"format_version": 3, "files": {"a": [1]}}',
-        '{"format_version": 3, "files": {"a": 1}, "unknown": 2}',
+        '{"format_version": 4}',
+        '{"format_version": 4, "files": []}',
+        '{"format_version": 4, "files": {"a": [1]}}',
+        '{"format_version": 4, "files": {"a": 1}, "unknown": 2}',
     ],
 )
 def test_a_damaged_record_is_said_to_be(tmp_path: Path, text: str):
@@ -352,6 +350,11 @@ def test_a_crash_before_any_file_operation_leaves_a_whole_checkpoint(
         assert life is live or len(left) == 1
 
 
+def test_a_point_in_time_is_named_as_the_console_counts():
+    described = [PointInTime(*point).describe() for point in ((0, 0), (2, 0), (2, 5))]
+    assert described == ["at the start of epoch 1", "after epoch 2", "after step 5 of epoch 3"]
+
+
 def test_pruning_removes_what_comes_after_the_newest_commit(tmp_path: Path):
     # It is of a run with shorter steps, from the middle of which this one was recovered.
     directory = CheckpointDirectory(str(tmp_path))
@@ -362,25 +365,31 @@ def test_pruning_removes_what_comes_after_the_newest_commit(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "count, age, left",
+    "count, age, num_best, left",
     [
-        (None, None, [2, 4, 6, 8]),
-        (2, None, [6, 8]),
-        (1, None, [8]),
-        (0, None, [8]),  # there is always one left
-        (9, None, [2, 4, 6, 8]),
-        (None, 250.0, [4, 6, 8]),
-        (None, 0.0, [8]),
-        (1, 150.0, [6, 8]),
+        (None, None, 0, [2, 4, 6, 8]),
+        (2, None, 0, [6, 8]),
+        (1, None, 0, [8]),
+        (0, None, 0, [8]),  # there is always one left
+        (9, None, 0, [2, 4, 6, 8]),
+        (None, 250.0, 0, [4, 6, 8]),
+        (None, 0.0, 0, [8]),
+        (1, 150.0, 0, [6, 8]),
+        (1, None, 1, [4, 8]),
+        (1, 150.0, 2, [2, 4, 6, 8]),
+        (None, None, 1, [2, 4, 6, 8]),
     ],
 )
-def test_pruning_keeps_what_was_asked_for(tmp_path: Path, count: Any, age: Any, left: List[int]):
+def test_pruning_keeps_what_was_asked_for(
+    tmp_path: Path, count: Any, age: Any, num_best: int, left: List[int]
+):
     directory = CheckpointDirectory(str(tmp_path))
     now = os.stat(tmp_path).st_mtime
     for steps in (2, 4, 6, 8):
         path = commit(directory, PointInTime(0, steps))
         os.utime(path, (now, now - 50 * (8 - steps) - 1))
-    directory.prune(PointInTime(0, 8), count, age)
+    best = [PointInTime(0, steps) for steps in (3, 4, 2)]  # the first is no longer there
+    directory.prune(PointInTime(0, 8), count, age, best, num_best)
     assert sorted(point.steps for point in directory.list_checkpoints()) == left
     assert len(os.listdir(tmp_path)) == len(left)
 
@@ -449,8 +458,6 @@ def test_the_safe_loader_loads_what_checkpoints_hold(tmp_path: Path):
         array=np.arange(3.0),
         scalars=[np.float64(0.1), np.int64(3), np.bool_(True), np.float32(2.5)],
         plain=(1, "two", None, {3, 4}, {(5, "six"): 7.0}, b"eight"),
-        stage=ZeroStageEnum.weights,
-        scaler=LossScaler(2.0),
     )
     serialization_path = str(tmp_path / "state.th")
     torch.save(state, serialization_path)
@@ -460,8 +467,6 @@ def test_the_safe_loader_loads_what_checkpoints_hold(tmp_path: Path):
     assert loaded["scalars"] == state["scalars"]
     assert list(map(type, loaded["scalars"])) == list(map(type, state["scalars"]))  # type: ignore
     assert loaded["plain"] == state["plain"]
-    assert loaded["stage"] is ZeroStageEnum.weights
-    assert loaded["scaler"].cur_scale == 2.0
     assert serialization.unsafe_classes(state) == []
 
 

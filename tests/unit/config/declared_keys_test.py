@@ -49,10 +49,11 @@ def test_a_checkpointer_of_a_config_has_its_keys(tmp_path: Path):
         ("trainer.reduce_within", True),  # former
         ("trainer.grad_cache.chunk_size.query", True),
         ("trainer.checkpointer.on_corrupt", True),
-        ("trainer.deepspeed_config", False),
+        ("trainer.deepspeed_config", True),
         ("trainer.deepspeed_config.train_batch_size", True),
         ("trainer.deepspeed_config.activation_checkpointing.cpu_checkpointing", True),
-        ("trainer.deepspeed_config.zero_optimization.stage", False),
+        ("trainer.deepspeed_config.zero_optimization.stage", True),
+        ("trainer.deepspeed_config.bf16.enabled", False),
     ],
 )
 def test_what_a_run_that_is_continued_may_change(path: str, expected: bool):

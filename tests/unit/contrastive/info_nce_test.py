@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from allennlp_deepspeed.contrastive import info_nce as module
-from allennlp_deepspeed.contrastive.bi_encoder import Pairs
-from allennlp_deepspeed.contrastive.info_nce import info_nce
+from allennlp_deepspeed.models.contrastive import info_nce as module
+from allennlp_deepspeed.models.contrastive.bi_encoder import Pairs
+from allennlp_deepspeed.models.contrastive.info_nce import info_nce
 
 QUERY_IDS = [1, 2, 3, 3, 4, 5, 6, 7, 7, 7]
 DOCUMENT_IDS = [1, 2, 3, 4, 4, 5, 6, 7, 8, 2]

@@ -10,7 +10,7 @@ from allennlp.common import Params
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 
-from allennlp_deepspeed.contrastive import BiEncoder
+from allennlp_deepspeed.models.contrastive import BiEncoder
 
 DIM = 12
 TEMPERATURE = 0.1

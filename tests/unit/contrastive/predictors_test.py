@@ -14,7 +14,7 @@ from allennlp.models import Model
 from allennlp.nn.util import get_token_ids_from_text_field_tensors
 from allennlp.predictors import Predictor
 
-from allennlp_deepspeed.contrastive import TextEmbedderPredictor, TextPairsReader
+from allennlp_deepspeed.models.contrastive import TextEmbedderPredictor, TextPairsReader
 
 WORDS = ["apple", "pear", "plum"]
 

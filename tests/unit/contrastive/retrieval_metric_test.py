@@ -11,7 +11,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.training.metrics import Metric
 
-from allennlp_deepspeed.contrastive import RetrievalMetric, retrieval_metric
+from allennlp_deepspeed.models.contrastive import RetrievalMetric, retrieval_metric
 from tests.support.workers import run_workers
 
 DIM = 6

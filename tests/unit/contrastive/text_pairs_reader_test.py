@@ -17,8 +17,8 @@ from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.data.tokenizers import WhitespaceTokenizer
 from transformers import AutoTokenizer
 
-from allennlp_deepspeed.contrastive import TextPairsReader
-from allennlp_deepspeed.contrastive.text_pairs_reader import stable_hash
+from allennlp_deepspeed.models.contrastive import TextPairsReader
+from allennlp_deepspeed.models.contrastive.text_pairs_reader import stable_hash
 from tests.fixtures.tiny_bert import tiny_bert
 from tests.support.workers import run_workers
 

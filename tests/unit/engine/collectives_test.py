@@ -31,7 +31,6 @@ CASES: Dict[str, Any] = {
         0.0,
     ),
     "minimum": (lambda rank: collectives.all_reduce_min(7 - rank, CPU), 5, 7),
-    "sum": (lambda rank: collectives.all_reduce_sum([rank, 1], CPU), [3, 3], [0, 1]),
     "any": (lambda rank: collectives.all_reduce_any(rank == 1, CPU), True, False),
     "none": (lambda rank: collectives.all_reduce_any(rank > 5, CPU), False, False),
     "broadcast": (

@@ -1,6 +1,7 @@
 """What is installed around the engine, in which order, and that it is undone in the reverse one."""
 
 from contextlib import contextmanager
+from graphlib import CycleError
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 from unittest import mock
@@ -12,6 +13,53 @@ from allennlp_deepspeed.engine.lifecycle import features
 from tests.integration.elementwise_test import Layers, batches
 from tests.support.side_by_side import Side
 
+_ORDER = [
+    "process environment",
+    "parameters of any shape and layout",
+    "process environment of stage 3",
+    "access to parameters that an earlier engine has sharded",
+    "compiled forward pass",
+    "half precision",
+    "penalty in fp32",
+    "partitioned regularizer",
+    "attributes that share memory",
+    "snapshot of the model",
+    "steps of an optimizer that had an engine",
+    "trainable parameters first",
+    "leaf modules",
+    "type of parameters on NVMe",
+    "initialize",
+    "memory of attributes",
+    "what DeepSpeed has added to the model",
+    "modes of the engine and the model",
+    "reports",
+    "activation checkpointing",
+    "misaligned gradients on NVMe",
+    "outputs of any type",
+    "copies without hooks",
+    "hooks without a graph",
+    "inner gradients",
+    "inference mode",
+    "gathers after writes",
+    "repeated calls of leaf modules",
+    "end of a forward pass that fails",
+    "record of module calls",
+    "parameters of the regularizer",
+    "no step at the start",
+    "the given Adagrad",
+    "steps by the engine only",
+    "loss scale",
+    "compiled leaf modules",
+    "uncompilable parts",
+    "unrounded master weights",
+    "memory of the snapshot",
+    "backward pass of a loss",
+    "fixed parameter groups",
+    "one step of all groups",
+    "no access to released parameters",
+    "parameters in groups",
+    "states of master weights",
+]
 _PLAIN = [
     "process environment",
     "parameters of any shape and layout",
@@ -27,7 +75,6 @@ _PLAIN = [
     "reports",
     "activation checkpointing",
     "steps by the engine only",
-    "bias correction by the step count",
     "memory of the snapshot",
     "fixed parameter groups",
     "one step of all groups",
@@ -71,8 +118,8 @@ class Recorder:
                 yield
             self.undone.append(feature.name)
 
-        def install(setup: features.Setup) -> Any:
-            undoing = feature.install(setup)
+        def install(owner: Any) -> Any:
+            undoing = feature.install(owner)
             self.installed.append(feature.name)
             return undoing and installed(undoing)
 
@@ -116,7 +163,7 @@ def test_features_that_a_config_installs(
 ) -> None:
     names = installed(stage, world_size, **config)
     assert set(names) == {*_PLAIN, *others} - {*without}
-    assert names == [f.name for f in features.FEATURES if f.name in names]
+    assert names == [name for name in _ORDER if name in names]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -131,3 +178,34 @@ def test_features_are_undone_in_reverse_order(tmp_path: Path, stage: int) -> Non
     assert recorder.undone == with_undoing[::-1]
     assert recorder.undone[-1] == "process environment"
     assert not torch.distributed.is_initialized()
+
+
+def test_the_order_is_that_of_the_list_and_respects_what_must_be_before() -> None:
+    names = [feature.name for feature in features.FEATURES]
+    for feature in features.FEATURES:
+        assert all(names.index(before) < names.index(feature.name) for before in feature.after)
+    assert names == _ORDER
+
+
+def test_shards_are_found_when_all_groups_are_linked_to_them() -> None:
+    names = [feature.name for feature in features.FEATURES]
+    of_shards = [f.name for f in features.FEATURES if "shards" in f.install.__code__.co_names]
+    assert len(of_shards) == 4
+    assert min(map(names.index, of_shards)) > names.index("the given Adagrad")
+
+
+@pytest.mark.parametrize("after, error", [("no feature", ValueError), ("b", CycleError)])
+def test_an_order_that_cannot_be_is_refused(after: str, error: type) -> None:
+    with pytest.raises(error, match=after):
+        features.in_order(
+            features.Feature("a", lambda _: None, after=(after,)),
+            features.Feature("b", lambda _: None, after=("a",)),
+        )
+
+
+def test_a_feature_comes_before_one_that_is_listed_before_it() -> None:
+    def feature(name: str, *after: str) -> features.Feature:
+        return features.Feature(name, lambda _: None, after=after)
+
+    ordered = features.in_order(feature("a", "c"), feature("b"), feature("c"), feature("d", "a"))
+    assert [each.name for each in ordered] == ["b", "c", "a", "d"]

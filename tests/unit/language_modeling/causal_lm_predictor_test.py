@@ -9,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Vocabulary
 from allennlp.predictors import Predictor
 
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
+from allennlp_deepspeed.models.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
 from tests.fixtures.tiny_lm import LLAMA, tiny_tokenizer
 
 LEARNT: List[Dict[str, Any]] = [

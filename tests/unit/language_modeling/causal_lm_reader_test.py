@@ -13,8 +13,8 @@ import pytest
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Instance, Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader
-from allennlp_deepspeed.language_modeling.packing import Example, pack
+from allennlp_deepspeed.models.language_modeling import CausalLM, CausalLMReader
+from allennlp_deepspeed.models.language_modeling.packing import Example, pack
 from tests.fixtures.tiny_lm import LLAMA, VOCABULARY, tiny_tokenizer
 from tests.support.workers import run_workers
 

@@ -14,7 +14,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 
-from allennlp_deepspeed.language_modeling import CausalLM, chunked_cross_entropy
+from allennlp_deepspeed.models.language_modeling import CausalLM, chunked_cross_entropy
 from tests.fixtures.tiny_lm import LLAMA
 from tests.support.tensor_memory import TensorMemory
 

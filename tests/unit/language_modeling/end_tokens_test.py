@@ -10,7 +10,7 @@ import pytest
 from allennlp.data import Vocabulary
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
+from allennlp_deepspeed.models.language_modeling import CausalLM, CausalLMPredictor, CausalLMReader
 from tests.fixtures.chat_tokenizer import (
     OPEN_ENDED,
     PLAIN,

@@ -9,7 +9,7 @@ import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.data import Batch, Vocabulary
 
-from allennlp_deepspeed.language_modeling import CausalLM, CausalLMReader
+from allennlp_deepspeed.models.language_modeling import CausalLM, CausalLMReader
 from tests.fixtures.tiny_lm import LLAMA, VOCABULARY, tiny_tokenizer
 from tests.unit.language_modeling.causal_lm_reader_test import write
 from tests.unit.language_modeling.causal_lm_test import GPT2

@@ -14,8 +14,8 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader
 from transformers import AutoTokenizer
 
-from allennlp_deepspeed.language_modeling import CausalLMReader
-from allennlp_deepspeed.language_modeling.assistant_spans import Conversation
+from allennlp_deepspeed.models.language_modeling import CausalLMReader
+from allennlp_deepspeed.models.language_modeling.assistant_spans import Conversation
 from tests.fixtures.chat_tokenizer import (
     CONTENT_AFTER_RESULT,
     ENDED_TEXT,

@@ -38,11 +38,18 @@ WRONG = [
     *({"dataset_reader.max_instances": number} for number in (2**70, -1)),
     {"numpy_seed": 2**32, "pytorch_seed": 2**70, "random_seed": 2**70},
     *({"trainer.type": name} for name in (3, {}, None, "deepsped", "allennlp.nothing.Here", ".x")),
+    {"trainer.serialization_dir": "out", "trainer.local_rank": 0, "optimizer": "sgd"},
+    {
+        "datasets_for_vocab_creation": "train",
+        "trainer.enable_default_callbacks": "no",
+        "trainer.evaluate_on_test": True,
+    },
     *({"vocabulary": {"type": name}} for name in (["empty"], "empt")),
     {"vocabulary": []},
     *({"trainer": trainer} for trainer in (None, [])),
     {
         "trainer.learning_rate_scheduler": {"type": "step", "step_size": 0},
+        "trainer.moving_average": {"type": "exponential", "decay": 1.5},
         "trainer.callbacks": [{"type": "should_validate_callback", "validation_interval": 0}],
     },
 ]

@@ -187,7 +187,6 @@ def changed(changes: Dict[str, Any]) -> Dict[str, Any]:
         {"model.regularizer": {"regexes": [[".*", "l2"], ["bias", {"type": "l1", "alpha": 1}]]}},
         {"model.feedforward": {"_pretrained": {"archive_file": "x.tar.gz#", "module_path": "y"}}},
         {"trainer.callbacks": ["tensorboard", {"type": "wandb", "project": "p"}]},
-        {"trainer.callbacks": [["tensorboard"]]},  # which AllenNLP refuses
         {"trainer.optimizer": {"type": "sgd", "lr": 1, "parameter_groups": [[["a"], {"lr": 2}]]}},
         {"trainer.learning_rate_scheduler": None},
         {"trainer.learning_rate_scheduler": {"type": "slanted_triangular"}},
@@ -306,7 +305,7 @@ def test_a_softmax_that_is_not_sampled_has_no_sparse_gradients() -> None:
     "section, key, expected",
     [
         ("", "report_to", '"wandb" or "tensorboard" in \'trainer.callbacks\''),
-        ("trainer", "val_check_interval", "'data_loader.batches_per_epoch'"),
+        ("trainer", "val_check_interval", "'trainer.validate_every_num_batches'"),
         ("trainer.checkpointer", "save_total_limit", "keep_most_recent_by_count"),
         ("distributed", "devices", "'distributed.cuda_devices'"),
     ],

@@ -138,6 +138,31 @@ def test_a_constant_value_is_in_the_middle_of_an_axis_of_its_size(tmp_path: Path
     assert found["Memory per worker (GB)"]["y_range"]["attributes"]["default_span"] == 0.002
 
 
+def test_the_test_set_and_the_best_epoch_are_as_on_the_console(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    with open(directory / FILE_NAME, "a") as file:
+        metrics = {"best_epoch": 1, "best_validation_accuracy": 0.75}
+        line = {"kind": "epoch", "step": 8, "epoch": 1, "metrics": metrics}
+        file.write(json.dumps(line) + "\n")
+    row = re.compile(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>")
+    assert not any(name.startswith("test_") for name, _ in row.findall(page([str(directory)])))
+    metrics = {**metrics, "test_accuracy": 0.625, "test_loss": None}
+    (directory / "metrics.json").write_text(json.dumps(metrics))
+    rows = dict(row.findall(page([str(directory)])))
+    assert (rows["best_epoch"], rows["test_accuracy"]) == ("2", "0.625")
+    assert "test_loss" not in rows
+
+
+def test_axes_have_names(tmp_path: Path) -> None:
+    for title, figure in figures(page([str(write_run(tmp_path / "run"))])).items():
+        below, left = (
+            next(axis for axis in figure[side] if "Axis" in axis["name"])
+            for side in ("below", "left")
+        )
+        assert below["attributes"]["axis_label"] == "optimizer steps"
+        assert left["attributes"]["axis_label"] == title
+
+
 def test_long_runs_are_thinned(tmp_path: Path) -> None:
     num_steps = 30_000
     run = Run(str(write_run(tmp_path / "run", num_steps)))

@@ -4,7 +4,9 @@ import io
 import logging
 import multiprocessing
 import os
+import pty
 import re
+import subprocess
 import sys
 import warnings
 from contextlib import suppress
@@ -14,11 +16,11 @@ from typing import Iterator, Tuple
 
 import pytest
 from allennlp.common import Tqdm
-from allennlp.common import logging as common_logging
 from allennlp.training.util import description_from_metrics
 from transformers.utils.logging import is_progress_bar_enabled
 
 from allennlp_deepspeed.announcements import announce
+from allennlp_deepspeed.launch import log_files
 from allennlp_deepspeed.reports import console_handler as consoles
 from allennlp_deepspeed.reports import console_report
 from allennlp_deepspeed.reports.console_handler import (
@@ -29,6 +31,7 @@ from allennlp_deepspeed.reports.console_handler import (
     shown_on_console,
 )
 from allennlp_deepspeed.reports.console_report import EpochProgress, as_text, epoch_table
+from tests.support.command import REPOSITORY
 from tests.support.workers import run_workers
 
 PLAIN = ConsoleSettings(is_terminal=False, is_file_friendly=False)
@@ -71,7 +74,7 @@ def test_announcements_and_warnings_are_shown_and_all_is_in_the_file(
 ) -> None:
     with shown_on_console(PLAIN):
         logger.info("before there is a file")
-        common_logging.prepare_global_logging(str(tmp_path))
+        log_files.prepare(str(tmp_path))
         capsys.readouterr()
         log_something()
     out = capsys.readouterr().out
@@ -102,7 +105,7 @@ def test_afterwards_logging_is_as_allennlp_leaves_it(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with shown_on_console(PLAIN):
-        common_logging.prepare_global_logging(str(tmp_path))
+        log_files.prepare(str(tmp_path))
     assert consoles.current() is None
     assert not any(isinstance(h, ConsoleHandler) for h in logging.getLogger().handlers)
     capsys.readouterr()
@@ -115,7 +118,7 @@ def test_without_settings_everything_is_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with shown_on_console(None):
-        common_logging.prepare_global_logging(str(tmp_path))
+        log_files.prepare(str(tmp_path))
         logger.info("of interest")
         assert consoles.current() is None
     assert "some.library - of interest" in capsys.readouterr().out
@@ -171,6 +174,99 @@ def test_a_line_that_is_printed_leaves_the_bar_below_it(
     assert all(len(line) <= 60 for drawing in lines for line in drawing.splitlines())
 
 
+VALUES = ["loss 0.6931", "lr 0.0005", "samples/s 1,234.5", "norm 0.123", "memory 12.3 GB"]
+
+
+@pytest.mark.parametrize("columns, num_values", [(40, 0), (80, 2), (120, 3), (200, 5)])
+def test_a_narrow_terminal_leaves_out_the_last_values_first(
+    columns: int, num_values: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    clock = Clock(monkeypatch)
+    arguments = ("Epoch 12 of 40", 1000, 28)
+    with EpochProgress(Console(TERMINAL), *arguments) as progress:
+        progress.show(", ".join(VALUES))
+        for _ in range(500):
+            clock.now += 1
+            progress.update()
+        drawn = capsys.readouterr().out.split("\r\x1b[2K")[-1]
+    bar = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", drawn)
+    if columns >= 80:
+        assert re.search("━ +500/1000 08:20 run 7:55:00 ", bar)
+    shown = [value for value in VALUES if value in bar]
+    assert shown == VALUES[:num_values]
+    assert len(bar) <= columns
+
+
+def test_the_time_of_the_run_counts_validations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    arguments = ("Epoch 2 of 5", 100, 3, 200.0)
+    with caplog.at_level(logging.INFO), EpochProgress(Console(PLAIN), *arguments) as line:
+        for _ in range(50):
+            clock.now += 1
+            line.update()
+    assert ": 50%, step 50/100, 0:00:50<0:00:50, run 0:10:50" in caplog.messages[-1]
+
+
+DEBUGGED = """
+from allennlp_deepspeed.reports.console_handler import Console, ConsoleSettings, shown_on_console
+from allennlp_deepspeed.reports.console_report import EpochProgress
+
+settings = ConsoleSettings(is_terminal=True, is_file_friendly=False)
+with shown_on_console(settings):
+    with EpochProgress(Console(settings), "Epoch 1 of 5", total=4) as progress:
+        for step in range(4):
+            if step == 1:
+                breakpoint()
+            progress.update()
+"""
+
+
+def test_a_debugger_has_the_terminal_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "debugged.py").write_text(DEBUGGED)
+    terminal, side_of_program = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), side_of_program)
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    command = [sys.executable, str(tmp_path / "debugged.py")]
+    program = subprocess.Popen(command, **streams, env=environment, cwd=REPOSITORY)
+    os.close(side_of_program)
+    printed = ""
+    for number, typed in enumerate((b"p 6 * 7\n", b"c\n"), start=1):
+        while printed.count("(Pdb) ") < number:
+            printed += os.read(terminal, 4096).decode(errors="replace")
+        os.write(terminal, typed)
+    with suppress(OSError):  # the program has ended
+        while True:
+            printed += os.read(terminal, 4096).decode(errors="replace")
+    assert program.wait(30) == 0
+    os.close(terminal)
+    before, *outputs = re.split(r"\(Pdb\) ", re.sub(r"\x1b\[[\d;]*m", "", printed))
+    # The bar ends its line, and the cursor is there.
+    assert re.search(r"1/4 .*\r\n\x1b\[\?25h", before)
+    session, after = outputs
+    assert "━" not in session and "42" in session
+    assert "4/4" in after and "\x1b[?25l" in after
+
+
+def test_what_a_worker_prints_erases_the_bar_of_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for is_shown in (True, False):
+        with shown_on_console(TERMINAL._replace(is_shown=is_shown)):
+            print("from the model")
+            assert sys.stdout.encoding
+    with shown_on_console(PLAIN):
+        print("from the model")
+    *on_terminal, plain, _ = capsys.readouterr().out.split("\n")
+    erased = [re.sub(r"\x1b\[\?25[hl]", "", line) for line in on_terminal]
+    assert erased == ["\r\x1b[2Kfrom the model"] * 2
+    assert plain.endswith("from the model") and "\r" not in plain
+
+
 def test_the_bar_of_a_completed_epoch_is_full(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -215,7 +311,7 @@ def test_a_validation_is_labelled_and_its_metrics_on_rank_0_are_in_the_log_only(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with shown_on_console(TERMINAL):
-        common_logging.prepare_global_logging(str(tmp_path))
+        log_files.prepare(str(tmp_path))
         bar = Tqdm.tqdm(range(3))
         for _ in bar:
             bar.set_description(description_from_metrics({"loss": 1.5}), refresh=False)

@@ -6,15 +6,17 @@ import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
 
+from allennlp_deepspeed import TrainingTraits
+from allennlp_deepspeed.training.agreement import Agreement
 from allennlp_deepspeed.training.even_batches import with_even_batches
 from tests.support.workers import run_workers
 
 Batch = Dict[str, Any]
-CPU = torch.device("cpu")
+EXCHANGE = Agreement(lambda: torch.device("cpu")).exchange
 
 
 class Model:
-    validates_whole_set = True
+    training_traits = TrainingTraits(validates_whole_set=True)
 
     def dummy_batch(self, batch: Batch) -> Batch:
         return {**batch, "counts": False}
@@ -34,7 +36,7 @@ class LazyLoader:
 
 
 def batches_of(*values: int) -> List[Batch]:
-    return list(with_even_batches(LazyLoader(*values), Model(), CPU))
+    return list(with_even_batches(LazyLoader(*values), Model(), EXCHANGE))
 
 
 def test_a_loader_without_length_is_read() -> None:
@@ -46,11 +48,11 @@ def test_a_loader_without_batches_gives_none() -> None:
 
 
 def test_no_loader_stays_none() -> None:
-    assert with_even_batches(None, Model(), CPU) is None
+    assert with_even_batches(None, Model(), EXCHANGE) is None
     model = Model()
-    model.validates_whole_set = False
+    model.training_traits = TrainingTraits()
     loader = LazyLoader(1)
-    assert with_even_batches(loader, model, CPU) is loader
+    assert with_even_batches(loader, model, EXCHANGE) is loader
 
 
 def test_ranks_with_fewer_batches_go_on_with_what_does_not_count() -> None:
@@ -77,13 +79,13 @@ def test_what_does_not_count_is_the_batch_before_the_model_has_changed_it() -> N
 
     def batches_of_tensors(values: Any) -> Any:
         loader = [{"text": {"ids": torch.tensor(value)}} for value in values]
-        return with_even_batches(loader, Model(), CPU)
+        return with_even_batches(loader, Model(), EXCHANGE)
 
     assert run_workers(2, work) == [[0, 1, 2], [0, 0, 0]]
 
 
 class ModelOfFormerVersion:
-    validates_whole_set = True
+    training_traits = TrainingTraits(validates_whole_set=True)
 
     def filler(self, batch: Batch) -> Batch:
         return batch
@@ -96,4 +98,4 @@ class SubclassOfFormerVersion(Model, ModelOfFormerVersion):
 @pytest.mark.parametrize("model", [ModelOfFormerVersion(), SubclassOfFormerVersion()])
 def test_the_former_name_of_dummy_batch_is_refused(model: Any) -> None:
     with pytest.raises(ConfigurationError, match="'dummy_batch'"):
-        with_even_batches(LazyLoader(1), model, CPU)
+        with_even_batches(LazyLoader(1), model, EXCHANGE)

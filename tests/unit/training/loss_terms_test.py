@@ -9,7 +9,7 @@ from allennlp.common.checks import ConfigurationError
 from allennlp.data import Vocabulary
 from allennlp.models import BasicClassifier, Model, SimpleTagger
 
-from allennlp_deepspeed.language_modeling import CausalLM
+from allennlp_deepspeed.models.language_modeling import CausalLM
 from allennlp_deepspeed.training import loss_terms
 from allennlp_deepspeed.training.chunking import (
     indivisible_inputs,

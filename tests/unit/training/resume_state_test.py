@@ -6,6 +6,7 @@ import torch
 from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.engine.process.deepspeed_logging import CommsSummaryCallback
+from allennlp_deepspeed.training.agreement import Agreement
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.resume_state import ResumeState
@@ -26,7 +27,8 @@ class Remembering(TrainerCallback):
 
 def resume_state(*callbacks: TrainerCallback) -> ResumeState:
     progress = Progress()
-    history = ValidationHistory(progress, [], torch.device("cpu"), False, lambda where: None)
+    exchange = Agreement(lambda: torch.device("cpu")).exchange
+    history = ValidationHistory(progress, [], exchange, False, lambda where: None)
     model: Any = torch.nn.Module()
     return ResumeState(progress, model, list(callbacks), RunningLoss(), history, False)
 

@@ -8,7 +8,8 @@ from allennlp_deepspeed.training.step_metrics import SynchronizationInterval
 def test_a_fixed_interval_logs_after_that_number_of_steps() -> None:
     interval = SynchronizationInterval(3)
     assert [interval.finish_step() for _ in range(3)] == [False, False, True]
-    interval.start_next(seconds_per_step=100.0)
+    interval.set_next_length(100.0)
+    interval.start_next()
     assert [interval.finish_step() for _ in range(3)] == [False, False, True]
 
 
@@ -16,5 +17,6 @@ def test_a_fixed_interval_logs_after_that_number_of_steps() -> None:
 def test_the_default_interval_is_about_a_second(seconds_per_step: float, num_steps: int) -> None:
     interval = SynchronizationInterval()
     assert interval.finish_step()  # to know how long a step takes
-    interval.start_next(seconds_per_step)
+    interval.set_next_length(seconds_per_step)
+    interval.start_next()
     assert [interval.finish_step() for _ in range(num_steps)] == [False] * (num_steps - 1) + [True]

@@ -5,7 +5,7 @@ import torch
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 
-from allennlp_deepspeed.language_modeling import TokenLossModel
+from allennlp_deepspeed.models.language_modeling import TokenLossModel
 from allennlp_deepspeed.training.validation_loss import ValidationLoss, evaluate
 from tests.support.side_by_side import Batch, Batches
 

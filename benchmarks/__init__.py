@@ -1,3 +1,0 @@
-"""
-How fast, how large and how much this package trains, measured beside its peers.
-"""
