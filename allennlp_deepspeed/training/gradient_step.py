@@ -113,8 +113,6 @@ class GradientStep:
         self._skips_non_finite = loss_scaling.skips_non_finite(self._engine, self.scaler)
         self.weights = FiniteWeights(wrapped_model.shards)
         """Whether the weights are still finite."""
-        self.is_in_step = False
-        """Whether a step has begun whose weights haven't been updated."""
 
     @contextmanager
     def accumulate(self, group: BatchGroup) -> Iterator[None]:
@@ -128,7 +126,6 @@ class GradientStep:
         """
         self.num_accumulation_steps = group.num_accumulation_steps
         self._num_micro_batches = 0
-        self.is_in_step = True
         self._invariants.check("requires_grad")
         if self._loss_weights is not None:
             self._weights = self._loss_weights.compute(*group)
@@ -202,7 +199,6 @@ class GradientStep:
             self._moving_average.apply(num_steps)
         self._gradient_synchronizer.finish_step()
         self._memory_choices.finish_step()
-        self.is_in_step = False
         return norm
 
     def _step_engine(self) -> Tuple[bool, Norm]:

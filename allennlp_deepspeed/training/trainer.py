@@ -589,7 +589,7 @@ class DeepSpeedTrainer(TrainerInterface):
         """Checks what must hold of all weights that are saved. Every rank must call it."""
         self._nan_detector.raise_again()
         num_steps = self._step_metrics.synchronization_interval.num_steps
-        if num_steps > 0 and not self._gradient_step.is_in_step:
+        if num_steps > 0:
             self._synchronize()
         self._weight_change_detector.compare()
         self.agreement.exchange("changes", "non_finite_weights")
