@@ -1,13 +1,14 @@
 """
 Draws mutations with the operators of cosmic-ray, and writes them to `drawn.json`: `python -m
 evidence.mutations.draw` in an environment with cosmic-ray 8.7.0, which the study itself doesn't
-need. Larger numbers add to the list. The reasons that are written there stay.
+need. Those whose text is still in the package stay, others are drawn in the place of the rest.
 """
 
 import ast
 import json
 import random
 from collections import defaultdict
+from itertools import islice
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from cosmic_ray.ast import Visitor, get_ast
@@ -108,8 +109,7 @@ def compiles(text: str) -> bool:
     return True
 
 
-def draw(file: str, count: int) -> Iterator[Dict[str, Optional[str]]]:
-    source = (REPOSITORY / "allennlp_deepspeed" / file).read_text()
+def draw(file: str, source: str) -> Iterator[Dict[str, Optional[str]]]:
     by_position = defaultdict(list)
     for candidate in candidates(source):
         by_position[candidate.line, candidate.column].append(candidate)
@@ -119,19 +119,20 @@ def draw(file: str, count: int) -> Iterator[Dict[str, Optional[str]]]:
     for position in positions:
         candidate = generator.choice(by_position[position])
         mutated = mutate_code(source, candidate.operator, candidate.occurrence)
-        if count and mutated is not None and mutated != source and compiles(mutated):
+        if mutated is not None and mutated != source and compiles(mutated):
             old, new = texts(source, mutated)
             yield {"file": file, "old": old, "new": new}
-            count -= 1
 
 
 def main() -> None:
-    known = {(each["file"], each["new"]): each for each in json.loads(DRAWN.read_text())}
-    drawn = [
-        known.get((file, str(mutation["new"])), mutation)
-        for file, count in NUM_OF_FILE.items()
-        for mutation in draw(file, count)
-    ]
+    known = json.loads(DRAWN.read_text())
+    drawn = []
+    for file, count in NUM_OF_FILE.items():
+        source = (REPOSITORY / "allennlp_deepspeed" / file).read_text()
+        kept = [each for each in known if each["file"] == file and source.count(each["old"]) == 1]
+        texts_of_kept = {each["new"] for each in kept}
+        others = (each for each in draw(file, source) if each["new"] not in texts_of_kept)
+        drawn += [*kept, *islice(others, count - len(kept))]
     DRAWN.write_text(json.dumps(drawn, indent=1, ensure_ascii=False) + "\n")
 
 

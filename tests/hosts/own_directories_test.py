@@ -101,8 +101,10 @@ def test_each_host_continues_with_its_own_files(train: Callable[[int], Training]
     (newest.with_suffix(".unfinished") / "commit_w2.json").write_text("{")
     runs = training.recover(training.directories)
     training.check_same_end(runs, training.directories)
-    assert f"{training.checkpoint(0)} exists for ranks 0, 1 on host-0" in runs[0].output
-    assert "ranks 2, 3 on host-1 have not. Resuming from" in runs[0].output
+    first = training.checkpoint(0)
+    assert f"{first} exists for ranks 0, 1 on host-0" in runs[0].output
+    older = first.with_name("checkpoint_e1_b0")
+    assert f"ranks 2, 3 on host-1 have not. Resuming from {older} " in runs[0].output
 
 
 @pytest.mark.parametrize("stage", [2, 3])

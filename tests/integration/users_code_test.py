@@ -239,6 +239,22 @@ def test_a_loss_that_a_callback_assigns_has_no_effect(stage: int) -> None:
         assert weights[name] == pytest.approx(array, rel=1e-4), name
 
 
+class NumberAsLoss(Plain):
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(x)["loss"].item()}  # type: ignore[dict-item]
+
+
+def _refusal(trainer: Any) -> str:
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    return str(error.value)
+
+
+def test_a_loss_that_is_a_number_is_refused() -> None:
+    (message,) = Side(NumberAsLoss, batches, 2).on_all_ranks(_refusal)
+    assert "doesn't depend on any trainable parameter" in message
+
+
 class WithEval(Plain):
     def __init__(self) -> None:
         super().__init__()
