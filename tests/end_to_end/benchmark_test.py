@@ -8,6 +8,7 @@ import pytest
 from tests.support.command import python
 
 
+@pytest.mark.soak
 def test_counted_model_states_are_those_of_the_paper_and_the_estimate(tmp_path: Path) -> None:
     settings = ["--precisions", "bf16", "--workers", "2", "--stages", "3", "--output", tmp_path]
     settings += ["--real"]

@@ -100,6 +100,7 @@ def test_keys_of_the_model_and_the_reader(
     check(experiments, tokenizer, stage, CHANGES[name])
 
 
+@pytest.mark.soak
 def test_offload_and_activation_checkpointing(experiments: Experiments, tokenizer: str) -> None:
     adam = {"trainer.optimizer": {"type": "adam", "lr": 0.01, "eps": 1e-3}}
     checkpointing = {"trainer.activation_checkpointing": [r"layers\.\d+$"]}
@@ -211,7 +212,10 @@ def test_pretrained_weights_with_adapters(
     assert_same_weights(recovered.weights(), result.weights(), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("stage, of_engine", [(2, {"bf16": {"enabled": True}}), (3, {})])
+@pytest.mark.parametrize(
+    "stage, of_engine",
+    [(2, {"bf16": {"enabled": True}}), pytest.param(3, {}, marks=pytest.mark.soak)],
+)
 def test_an_archive_of_adapters_only(
     experiments: Experiments, pretrained: str, tmp_path: Path, stage: int, of_engine: Config
 ) -> None:
@@ -250,6 +254,7 @@ def test_an_archive_of_adapters_only(
     assert_same_weights(left, expected, tolerance=1e-6)
 
 
+@pytest.mark.soak
 def test_an_archive_of_adapters_only_needs_the_weights_of_its_training(
     experiments: Experiments, pretrained: str, tmp_path: Path
 ) -> None:
@@ -282,6 +287,7 @@ def test_an_archive_of_adapters_only_needs_the_weights_of_its_training(
         load_archive(result.archive, cuda_device=-1, overrides=overrides)
 
 
+@pytest.mark.soak
 def test_a_model_in_a_gguf_file(
     experiments: Experiments, session_directory: Path, tmp_path: Path
 ) -> None:

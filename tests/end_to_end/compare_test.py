@@ -183,6 +183,7 @@ def test_workers_that_share_sequences(
     assert_verdict(compare(deepspeed(config, 2), tmp_path), verdict)
 
 
+@pytest.mark.soak
 def test_the_command_tries_and_compares(tmp_path: Path) -> None:
     config = load_config("classifier", ONE_PROCESS, {"trainer.callbacks": []})
     path = write_config(deepspeed(config, 2), tmp_path)

@@ -88,7 +88,10 @@ def assert_same(actual: Result, expected: Result) -> None:
     assert_same_metrics(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("num_workers, stage", [(2, 0), (2, 1), (2, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize(
+    "num_workers, stage",
+    [(2, 0), (2, 1), (2, 2), (2, 3), pytest.param(4, 3, marks=pytest.mark.soak)],
+)
 def test_the_weights_are_those_of_one_piece(experiments: Experiments, num_workers: int, stage: int):
     config = cached(divided(num_workers, EVERYTHING), stage, CHUNK_SIZES)
     assert_same(experiments.run(config), experiments.run(in_one_piece(EVERYTHING)))

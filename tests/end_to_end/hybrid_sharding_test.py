@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any, Dict
 
+import pytest
+
 from tests.end_to_end.checkpoint_test import CHECKPOINTS, assert_ends_alike, recover
 from tests.support.experiment import (
     Config,
@@ -76,6 +78,7 @@ def test_parameters_come_from_all_ranks_once_a_step(experiments: Experiments):
     assert within_two["reduce_scatter"] == over_all["reduce_scatter"]
 
 
+@pytest.mark.soak
 def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experiments):
     config = load_config("tagger", FOUR_WORKERS, COUNTED, TWO_MICRO_BATCHES)
     result = experiments.run(sharded(config, reshard_after_micro_batch="auto", **ROOM))
@@ -90,6 +93,7 @@ def test_by_itself_parameters_stay_gathered_if_there_is_room(experiments: Experi
     assert_same_weights(result.weights(), gathered_again.weights(), tolerance=0)
 
 
+@pytest.mark.soak
 def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, tmp_path: Path):
     config = load_config("tagger", CHECKPOINTS, FOUR_WORKERS, TWO_MICRO_BATCHES)
     config = sharded(config, reshard_after_micro_batch="auto", **ROOM)
@@ -105,6 +109,7 @@ def test_parameters_stay_gathered_in_a_recovered_run(experiments: Experiments, t
     ]
 
 
+@pytest.mark.soak
 def test_weights_with_offload_are_those_of_plain_stage_3(experiments: Experiments):
     config = load_config("tagger", FOUR_WORKERS, {"trainer.moving_average": {"decay": 0.9}})
     zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}

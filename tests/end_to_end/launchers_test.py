@@ -70,7 +70,8 @@ def changed(**trainer: object) -> Config:
 
 # `torchrun` restarts below. Accelerate starts processes by it.
 @pytest.mark.parametrize(
-    "name", [pytest.param("accelerate", marks=pytest.mark.soak), "deepspeed", "srun"]
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.soak) for name in ("accelerate", "deepspeed")), "srun"],
 )
 def test_a_launchers_processes_train_as_workers_do(
     experiments: Experiments, launched: LaunchedCommands, tmp_path: Path, name: str

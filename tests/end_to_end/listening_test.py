@@ -67,7 +67,12 @@ class Training(NamedTuple):
     has_run_code: bool
 
 
-@pytest.fixture(scope="module", params=list(TRAININGS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.soak] * (name != "two workers")) for name in TRAININGS
+    ],
+)
 def training(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Training:
     """One of the unforked command's."""
     program, config, expected, expected_num_stores = TRAININGS[request.param]

@@ -95,9 +95,13 @@ CASES: Dict[str, Any] = {
     "stage 3 in one process": (3, ONE_PROCESS, {"model.lora": LORA}),
     "stage 3 with little memory": (3, TWO_WORKERS, {"trainer.reshard_after_micro_batch": True}),
 }
+SLOW = ("stage 3 in one process", "stage 3 with little memory")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.soak] * (name in SLOW)) for name in CASES],
+)
 def test_completions_are_those_of_the_archive_and_weights_are_as_without(
     experiments: Experiments, tokenizer: str, validation: str, name: str
 ) -> None:
@@ -134,6 +138,7 @@ def test_they_are_shown(experiments: Experiments, tokenizer: str, validation: st
             assert completion["response"] in text.string_val[0].decode()
 
 
+@pytest.mark.soak
 def test_a_recovered_run_ends_alike(
     experiments: Experiments, tokenizer: str, validation: str, tmp_path: Path
 ) -> None:

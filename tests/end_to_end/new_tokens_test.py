@@ -48,8 +48,12 @@ def base(directory: Path, tokenizer: str, tied: bool) -> str:
 
 @pytest.mark.parametrize(
     "stage, tied, lora, is_small",
-    [(0, True, ALL, False), (2, True, ROWS, True), (3, False, ALL, True), (3, True, ROWS, False)],
-    ids=["all-0", "rows-2", "all-3", "rows-3"],
+    [
+        pytest.param(0, True, ALL, False, id="all-0"),
+        pytest.param(2, True, ROWS, True, id="rows-2"),
+        pytest.param(3, False, ALL, True, id="all-3", marks=pytest.mark.soak),
+        pytest.param(3, True, ROWS, False, id="rows-3", marks=pytest.mark.soak),
+    ],
 )
 def test_new_tokens_are_trained_saved_and_exported(
     experiments: Experiments,

@@ -42,6 +42,7 @@ def predictions(path: Path) -> List[Any]:
     return [json.loads(line)["logits"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_the_package_of_the_page_trains_and_predicts_on_several_devices(directory: Path) -> None:
     run(TRAIN, directory)
     metrics = json.loads((directory / "out" / "metrics.json").read_text())

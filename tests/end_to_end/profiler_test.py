@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List
 
+import pytest
+
 from tests.support.experiment import (
     ONE_PROCESS,
     TWO_WORKERS,
@@ -50,6 +52,7 @@ def test_steps_are_recorded_on_each_rank(experiments: Experiments):
         assert "Steps 2 to 3:" in log and "allennlp_deepspeed: forward" in log
 
 
+@pytest.mark.soak
 def test_a_recording_goes_on_over_epochs_and_says_what_it_lacks(experiments: Experiments):
     """Of an epoch the last two steps are recorded, and the first of the next."""
     config = load_config("tagger", TWO_WORKERS)

@@ -95,7 +95,7 @@ LORA: Config = {
     "changes, stage",
     [
         pytest.param(PACKED, 2, id="packed-2"),
-        pytest.param({**PACKED, **LORA}, 3, id="packed with adapters-3"),
+        pytest.param({**PACKED, **LORA}, 3, id="packed with adapters-3", marks=pytest.mark.soak),
     ],
 )
 def test_packed_sequences_and_adapters(
@@ -118,6 +118,7 @@ def test_tiles(experiments: Experiments, tokenizer: str, stage: int, checkpointe
     assert_same(experiments.run(deepspeed(two, stage)), experiments.run(one))
 
 
+@pytest.mark.soak
 def test_with_offload_and_a_short_group(experiments: Experiments, tokenizer: str) -> None:
     short = {"dataset_reader.max_instances": 21}  # the last step has one micro-batch of two
     one = language_model(tokenizer, short, {**ONE_PROCESS, "data_loader.batch_size": 6})
@@ -152,6 +153,7 @@ def test_two_groups_of_two_workers(experiments: Experiments, tokenizer: str, sta
     assert_loss_is_of_all_tokens(actual, "test")
 
 
+@pytest.mark.soak
 def test_recovery_with_other_groups(
     experiments: Experiments, tokenizer: str, tmp_path: Path
 ) -> None:
@@ -168,7 +170,7 @@ def test_recovery_with_other_groups(
     assert_continues(recovered, uninterrupted)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_recovery_with_other_groups_where_workers_repeat_heads(tmp_path: Path, stage: int) -> None:
     """Four workers repeat two heads for keys and values, and then one worker has them all."""
     config = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -90,6 +90,7 @@ def send_state(connection):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` has ignored
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["colorsys"])
     packages = ["allennlp_deepspeed", "tests.fixtures"]

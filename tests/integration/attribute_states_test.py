@@ -180,7 +180,7 @@ def of_pytorch(optimizer: Any) -> LearningRateScheduler:
         pytest.param({"batches": lambda rank: Turning(vectors(rank))}, id="a data loader"),
     ],
 )
-@pytest.mark.parametrize("stage, world_size", [(2, 2), (3, 1)])
+@pytest.mark.parametrize("stage, world_size", [(2, 2), pytest.param(3, 1, marks=pytest.mark.soak)])
 def test_counts_that_no_state_dict_has_are_kept(
     tmp_path: Path, stage: int, world_size: int, parts: Dict[str, Any]
 ):
@@ -208,7 +208,9 @@ class OfHiddenStates(Model):
         return {"loss": (first + second).square().mean()}
 
 
-@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    "stage, world_size", [(0, 1), pytest.param(2, 2, marks=pytest.mark.soak), (3, 2)]
+)
 def test_outputs_that_a_transformer_captures_are_there_after_recovery(
     tmp_path: Path, stage: int, world_size: int
 ):
@@ -360,7 +362,10 @@ class OfPython(Model):
 
 
 @pytest.mark.parametrize("model", [Sharing, OfPython])
-@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    "stage, world_size",
+    [(2, 2), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(0, 1), (3, 1)])],
+)
 def test_attributes_and_what_shares_them_are_as_without_interruptions(
     tmp_path: Path, model: Callable[[], Model], stage: int, world_size: int
 ):

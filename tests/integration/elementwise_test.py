@@ -244,7 +244,10 @@ def averages(trainer: Any) -> Dict[str, Any]:
     return state_arrays(trainer)
 
 
-@pytest.mark.parametrize("stage, world_sizes", [(0, (1, 1)), (2, (2, 2)), (2, (2, 1)), (3, (1, 2))])
+@pytest.mark.parametrize(
+    "stage, world_sizes",
+    [(0, (1, 1)), pytest.param(2, (2, 2), marks=pytest.mark.soak), (2, (2, 1)), (3, (1, 2))],
+)
 def test_a_moving_average_by_name_continues_when_resumed(
     stage: int, world_sizes: Tuple[int, int], tmp_path: Path
 ) -> None:

@@ -247,6 +247,7 @@ def _begin(
 ) -> None:
     """Leads a session, prints to a file, and prints its stacks there if it is told to."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` has ignored
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
