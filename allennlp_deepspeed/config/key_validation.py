@@ -1,5 +1,5 @@
 """
-Declares the valid values of config keys, and explains wrong keys and values.
+The kinds of values that config keys take, keys that are gone, and what is said of wrong ones.
 """
 
 import difflib

@@ -3,7 +3,7 @@ Models DeepSpeed's configuration schema with pydantic, as the list of known keys
 
 DeepSpeed models some of its sections with pydantic. It reads the others as dictionaries and ignores
 unknown keys in them. Each of those has a model here. The sections that can't work in an AllenNLP
-trainer have any type: `support` refuses them.
+trainer have any type: `unsupported_keys` has the reason.
 """
 
 import inspect
@@ -219,7 +219,7 @@ class Schema(DeepSpeedConfigModel):
     vocabulary_size: Optional[PositiveInt] = None
     flops_profiler: Optional[_FlopsProfiler] = None
     timers: Optional[_Timers] = None
-    # Refused by `support` with any value, unless they are disabled
+    # Refused by `unsupported_keys` with any value, unless they are disabled
     autotuning: Any = None
     bfloat16: Any = None
     compile: Any = None

@@ -29,13 +29,12 @@ from allennlp_deepspeed.config.json_types import as_json, unquoted
 from allennlp_deepspeed.config.key_validation import did_you_mean, explain, nearest
 from allennlp_deepspeed.config.keys_of_others import advice
 from allennlp_deepspeed.config.schema import Schema
+from allennlp_deepspeed.config.structured_keys import AUTO
 from allennlp_deepspeed.config.unsupported_keys import UNSUPPORTED
 from allennlp_deepspeed.deepspeed_api import (
     DeepSpeedConfigError,
     EngineConfig,
 )
-
-AUTO = "auto"
 
 ROOT = "trainer.deepspeed_config"
 

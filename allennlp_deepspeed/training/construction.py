@@ -1,4 +1,7 @@
-"""Constructs the parts of a trainer, in the same way for Python and for a config file."""
+"""
+Prepares and checks what a trainer is constructed with, in the same way for Python and for a config
+file.
+"""
 
 import difflib
 import json

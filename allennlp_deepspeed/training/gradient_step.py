@@ -22,8 +22,8 @@ from allennlp_deepspeed.engine.parameters.weight_changes import WeightChangeDete
 from allennlp_deepspeed.engine.zero3.prefetch_traces import PrefetchTraces
 from allennlp_deepspeed.reports.interval_metrics import OptimizerMetrics
 from allennlp_deepspeed.training.batch_groups import BatchGroup
-from allennlp_deepspeed.training.gathered_parameters import GatheredSteps
 from allennlp_deepspeed.training.invariants import Invariants
+from allennlp_deepspeed.training.kept_gathered import GatheredSteps
 from allennlp_deepspeed.training.loss_weights import LossWeights
 
 Outputs = Dict[str, torch.Tensor]
@@ -97,7 +97,7 @@ class GradientStep:
         self._prefetch_traces = PrefetchTraces(self._engine)
         self._train_on = train_on
         self._loss_weights = loss_weights
-        self._weights: List[torch.Tensor] = []
+        self._weights_of_losses: List[torch.Tensor] = []
         self._forward = forward
         self._record_losses = record_losses
         self._run_backward = run_backward
@@ -128,7 +128,7 @@ class GradientStep:
         self._num_micro_batches = 0
         self._invariants.check("requires_grad")
         if self._loss_weights is not None:
-            self._weights = self._loss_weights.compute(*group)
+            self._weights_of_losses = self._loss_weights.compute(*group)
         self._gradient_synchronizer.start_step()
         with ExitStack() as step:
             step.enter_context(self._weight_change_detector.compare_during_passes())
@@ -159,7 +159,7 @@ class GradientStep:
             with phase(FORWARD):
                 outputs = self._forward(batch)
             if self._loss_weights is not None:
-                weight = self._weights[self._num_micro_batches - 1]
+                weight = self._weights_of_losses[self._num_micro_batches - 1]
                 outputs["loss"] = self._loss_weights.apply(outputs["loss"], weight)
             with phase(BACKWARD):
                 # Before callbacks, which may assign another loss without running backward.

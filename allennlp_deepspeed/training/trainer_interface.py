@@ -29,9 +29,9 @@ from allennlp_deepspeed.engine.process.interruption import INTERRUPTIONS, Traini
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training.batch_groups import micro_batch_size
 from allennlp_deepspeed.training.callbacks import EpochMetricsCallback, reads_gradients
-from allennlp_deepspeed.training.gathered_parameters import GatheredEvaluation
 from allennlp_deepspeed.training.gradient_step import GradientStep
 from allennlp_deepspeed.training.invariants import Invariants
+from allennlp_deepspeed.training.kept_gathered import GatheredEvaluation
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from allennlp_deepspeed.training.nan_detector import NanDetector
 from allennlp_deepspeed.training.progress import Progress

@@ -35,9 +35,9 @@ from allennlp_deepspeed.training.callbacks import (
 )
 from allennlp_deepspeed.training.construction import find_directories, keep_batches_on_cpu
 from allennlp_deepspeed.training.even_batches import with_even_batches
-from allennlp_deepspeed.training.gathered_parameters import GatheredEvaluation, GatheredSteps
 from allennlp_deepspeed.training.gradient_step import GradientStep, clip_values
 from allennlp_deepspeed.training.invariants import Invariants
+from allennlp_deepspeed.training.kept_gathered import GatheredEvaluation, GatheredSteps
 from allennlp_deepspeed.training.loss_terms import averages_over_tokens
 from allennlp_deepspeed.training.loss_weights import LossWeights
 from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker

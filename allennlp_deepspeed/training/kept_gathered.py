@@ -6,7 +6,7 @@ from typing import Iterator
 
 import torch.distributed as dist
 
-from allennlp_deepspeed.config.schema_validation import AUTO
+from allennlp_deepspeed.config.structured_keys import AUTO
 from allennlp_deepspeed.engine.lifecycle.wrapped_model import DeepSpeedWrappedModel
 from allennlp_deepspeed.engine.parameters.free_memory import MemoryChoices, full_bytes
 from allennlp_deepspeed.engine.zero3.deferred_resharding import (
