@@ -6,7 +6,7 @@ workers, any order of parameters and any ZeRO stage is loaded into any other, as
 """
 
 import os
-from typing import Any, Collection, Dict, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -330,6 +330,7 @@ def load(
                 ],
             }
         )
+        _keep_types(engine.basic_optimizer.state, shards.masters, states)
     averages = {}
     for index, master in enumerate(shards.masters if has_averages else ()):
         if saved.has_average([shards.name_of(p) for p in shards.parameters_of_masters[index]]):
@@ -353,6 +354,22 @@ def load(
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(rest["lr_scheduler"])
     return averages
+
+
+def _keep_types(
+    states: Dict[Any, Dict[Any, Any]],
+    masters: Sequence[torch.Tensor],
+    saved: Dict[int, Dict[str, Any]],
+) -> None:
+    """
+    Converts loaded states to the types that they were saved in. PyTorch's `load_state_dict` has
+    converted them to that of their parameter, also moments that an optimizer keeps in bf16.
+    """
+    for index, values in saved.items():
+        for key, value in values.items():
+            loaded = states.get(masters[index], {}).get(key)
+            if isinstance(loaded, torch.Tensor) and loaded.dim() and loaded.dtype != value.dtype:
+                states[masters[index]][key] = loaded.to(value.dtype)
 
 
 def _read(tensor: torch.Tensor, shards: Shards, index: int, saved: StateFiles, kind: str) -> None:
@@ -387,18 +404,21 @@ def _read_state(
                 f"({other.numbers or 'none'}), and it would have one state for both."
             )
     values = dict(state.numbers)
-    for key in state.elementwise:
-        values[key] = torch.zeros_like(shards.masters[index], requires_grad=False)
+    for key, dtype in state.elementwise.items():
+        values[key] = torch.zeros_like(shards.masters[index], dtype=dtype, requires_grad=False)
         _read(values[key], shards, index, saved, STATE + key)
-    for key, tensor in state.whole.items():
-        value = others.get(first, {}).get(key) if tensor is None else tensor
-        if state.layout != layout or value is None:
-            raise CheckpointError(
-                f"{saved.directory} can be resumed only at the ZeRO stage, with the number of "
-                f"workers and with the order of layers that it was saved with: the optimizer state "
-                f"'{key}' of '{first}' isn't element-wise."
-            )
-        values[key] = value
+    # In the same layout they are at the first parameter, and in another one they may be at any.
+    for name, _ in fragments:
+        state = saved.state(name)
+        for key, tensor in state.whole.items():
+            value = others.get(name, {}).get(key) if tensor is None else tensor
+            if state.layout != layout or value is None:
+                raise CheckpointError(
+                    f"{saved.directory} can be resumed only at the ZeRO stage, with the number of "
+                    f"workers and with the order of layers that it was saved with: the optimizer "
+                    f"state '{key}' of '{name}' isn't element-wise."
+                )
+            values[key] = value
     return values
 
 

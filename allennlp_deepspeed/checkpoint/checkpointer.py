@@ -632,11 +632,16 @@ def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
 
 def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:
     """Converts the number of completed steps if the number of instances per step has changed."""
+
+    def converted(num_steps: int) -> int:
+        # Rounded down, so that no instance is skipped.
+        return num_steps * trainer_state["instances_per_step"] // instances_per_step
+
     progress = trainer_state["progress"]
     before = progress["batches_in_epoch_completed"]
-    # Rounded down, so that no instance is skipped.
-    now = before * trainer_state["instances_per_step"] // instances_per_step
-    progress["batches_in_epoch_completed"] = now
+    now = progress["batches_in_epoch_completed"] = converted(before)
+    epochs, steps = progress["validated_point"]
+    progress["validated_point"] = [epochs, converted(steps)]
     if now != before:
         # Read by `Progress`, and by `ResumeState` if the checkpoint was saved in a validation.
         progress["is_converted"] = True

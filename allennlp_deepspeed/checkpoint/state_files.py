@@ -105,6 +105,11 @@ class _File(NamedTuple):
     def get(self, parameter: str, kind: str) -> torch.Tensor:
         return self.tensors.get_tensor(tensor_name(parameter, kind))
 
+    def dtype(self, parameter: str, kind: str) -> Optional[torch.dtype]:
+        if not self.has(parameter, kind):
+            return None
+        return self.tensors.get_slice(tensor_name(parameter, kind))[:0].dtype
+
     def layout(self, parameter: str) -> Layout:
         """Returns the fragments in the master weight of a parameter."""
         index = self.fragments[parameter][2]
@@ -125,8 +130,9 @@ class SavedState(NamedTuple):
 
     numbers : `Dict[str, Any]`
         Numbers, and tensors of one, by key.
-    elementwise : `List[str]`
-        The keys of states with an element for each of the parameter.
+    elementwise : `Dict[str, Optional[torch.dtype]]`
+        The types of states with an element for each of the parameter, by key, with `None` for that
+        of the weight.
     whole : `Dict[str, Optional[torch.Tensor]]`
         Those of a whole master weight, by key, with `None` for those that are in the training
         state.
@@ -136,7 +142,7 @@ class SavedState(NamedTuple):
     """
 
     numbers: Dict[str, Any]
-    elementwise: List[str]
+    elementwise: Dict[str, Optional[torch.dtype]]
     whole: Dict[str, Optional[torch.Tensor]]
     layout: Layout
 
@@ -193,16 +199,17 @@ class StateFiles:
         file = self._file_of(parameter)
         numbers = dict(file.record["numbers"].get(parameter, {}))
         whole = dict.fromkeys(file.record["others"].get(parameter, ()))
-        elementwise = []
-        for kind in file.kinds.get(parameter, ()):
+        elementwise: Dict[str, Optional[torch.dtype]] = {}
+        for kind in sorted(file.kinds.get(parameter, ())):
             name, key = tensor_name(parameter, kind), kind.removeprefix(STATE)
             if name in file.record["whole"]:
                 whole[key] = file.get(parameter, kind)
             elif kind.startswith(STATE) and not file.tensors.get_slice(name).get_shape():
                 numbers[key] = file.get(parameter, kind)
             elif kind.startswith(STATE):
-                elementwise.append(key)
-        return SavedState(numbers, sorted(elementwise), whole, file.layout(parameter))
+                types = {file.dtype(parameter, each) for each in (kind, WEIGHT)}
+                elementwise[key] = None if len(types) == 1 else file.dtype(parameter, kind)
+        return SavedState(numbers, elementwise, whole, file.layout(parameter))
 
     def read(self, parameter: str, kind: str, offset: int, size: int) -> torch.Tensor:
         """

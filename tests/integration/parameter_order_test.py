@@ -198,3 +198,49 @@ def test_lists_of_tensors_in_the_optimizers_state(
     expect_message(messages[0].replace(str(tmp_path), "output"))
     assert len(set(messages)) == 1
     assert_same_weights(train(path, 2, stage, optimizer=rows_and_history), expected, tolerance=0)
+
+
+class Counting(torch.optim.Optimizer):
+    """Divides by a count of steps, of one element, and has a momentum in bf16."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["count"] = torch.zeros(1)
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                state["count"] += 1
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.data.addcdiv_(state["momentum"].float(), state["count"], value=-0.1)
+
+
+def counting(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return Counting(trained_parameters(parameters), {"lr": 0.1})
+
+
+@pytest.mark.parametrize("stage, order", [(0, OTHER), (1, Layers), (2, Layers), (3, Layers)])
+def test_states_of_other_types_and_sizes_than_the_weights(
+    tmp_path: Path, stage: int, order: Any
+) -> None:
+    expected = train(tmp_path / "uninterrupted", 2, stage, optimizer=counting)
+    train(tmp_path / "resumed", 1, stage, optimizer=counting)
+    actual = train(tmp_path / "resumed", 2, stage, order, optimizer=counting)
+    assert_same_weights(actual, expected, tolerance=0)
+
+
+class Unscaled(Layers):
+    """Has another first parameter in another order."""
+
+    def __init__(self, order: Iterable[str] = ORDER) -> None:
+        super().__init__(order)
+        del self.scale
+        self.scale = 1.0  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_state_of_one_element_is_refused_in_another_order(tmp_path: Path, stage: int) -> None:
+    train(tmp_path, 1, stage, Unscaled, optimizer=counting)
+    resumed = side(tmp_path, 2, stage, lambda: Unscaled(OTHER_ORDER), optimizer=counting)
+    (message,) = resumed.on_all_ranks(error_of_training, tmp_path)
+    assert "'count' of 'layers.red.weight' isn't element-wise" in message

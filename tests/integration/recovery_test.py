@@ -16,7 +16,7 @@ from allennlp.models import BasicClassifier, Model, MultiTaskModel
 from allennlp.models.heads import Head
 from allennlp.modules import Backbone
 from allennlp.training import GradientDescentTrainer
-from allennlp.training.callbacks import ShouldValidateCallback
+from allennlp.training.callbacks import ShouldValidateCallback, TrainerCallback
 from allennlp.training.metrics import Average
 from torch import nn
 
@@ -256,6 +256,47 @@ def test_all_state_of_the_model_is_resumed_with_another_number_of_workers(
     remember(tmp_path, 1, stage, before)
     actual = remember(tmp_path, 2, stage, after, scale=0.5)
     assert_same_weights(actual, expected)
+
+
+class Validated(TrainerCallback):
+    """The steps after which a validation within the epoch was."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.steps: List[int] = []
+
+    def on_validation(self, trainer: Any, *, batch_number: int, **kwargs: Any) -> None:
+        self.steps.append(batch_number)
+
+
+# One worker has ten steps in an epoch, and two have five.
+@pytest.mark.parametrize("before, after, expected", [(1, 2, [4]), (2, 1, [])])
+def test_what_was_validated_is_not_validated_again_by_another_number_of_workers(
+    tmp_path: Path, before: int, after: int, expected: List[int]
+) -> None:
+    def train(world_size: int) -> List[int]:
+        side = Side(
+            Remembering,
+            lambda rank: (3 * vectors(rank))[: 10 // world_size],
+            2,
+            world_size,
+            num_epochs=1,
+            validation_data_loader=Batches(vectors(0)),
+            validate_every_num_batches=4,
+            checkpointer=DeepSpeedCheckpointer(
+                tmp_path, save_every_num_batches=4, keep_most_recent_by_count=None
+            ),
+            callbacks=lambda: [Validated()],
+        )
+        return side.on_all_ranks(
+            lambda trainer: (trainer.train(), trainer.callbacks[0].steps)[1], tmp_path
+        )[0]
+
+    train(before)
+    for checkpoint in tmp_path.glob("checkpoint_*"):
+        if checkpoint.name != "checkpoint_e0_b4":
+            shutil.rmtree(checkpoint)
+    assert train(after) == expected
 
 
 class Identity(Backbone):
