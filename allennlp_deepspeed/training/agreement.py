@@ -1,6 +1,6 @@
 """
-What the ranks of a training tell each other in its steps and epochs, outside gradients and the
-model.
+What the ranks of a training agree on in its steps and epochs. Gradients, weights of losses and
+buffers have collectives of their own.
 """
 
 from typing import Any, Callable, Dict, Tuple
