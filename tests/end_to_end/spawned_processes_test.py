@@ -55,7 +55,11 @@ def test_allennlps_trainer_has_workers_where_the_package_is_included(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "workers, is_ours", [(ONE_PROCESS, False), (TWO_WORKERS, True)], ids=["AllenNLP's", "ours"]
+    "workers, is_ours",
+    [
+        pytest.param(ONE_PROCESS, False, id="AllenNLP's", marks=pytest.mark.soak),
+        pytest.param(TWO_WORKERS, True, id="ours"),
+    ],
 )
 def test_loader_workers_are_spawned(workers: Dict[str, Any], is_ours: bool, tmp_path: Path) -> None:
     forked = load_config("tagger", workers, ONE_EPOCH, LOADER_WORKER)
@@ -143,10 +147,16 @@ train_model(params, "out", include_package=["allennlp_deepspeed"])
 @pytest.mark.parametrize(
     "processes, num_tracebacks",
     [
-        ({"distributed": {**TWO_WORKERS["distributed"], "max_restarts": 1}}, 1),
-        ({**ONE_PROCESS, **LOADER_WORKER, "data_loader.start_method": "spawn"}, 0),
+        pytest.param(
+            {"distributed": {**TWO_WORKERS["distributed"], "max_restarts": 1}}, 1, id="workers"
+        ),
+        pytest.param(
+            {**ONE_PROCESS, **LOADER_WORKER, "data_loader.start_method": "spawn"},
+            0,
+            id="spawned loader worker",
+            marks=pytest.mark.soak,
+        ),
     ],
-    ids=["workers", "spawned loader worker"],
 )
 def test_a_script_that_trains_when_it_is_imported_is_refused(
     processes: Dict[str, Any],

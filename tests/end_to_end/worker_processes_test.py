@@ -54,6 +54,7 @@ def _ignore_children_and_close_outputs() -> None:
         os.close(descriptor)
 
 
+@pytest.mark.soak
 def test_ignored_children_and_closed_outputs_are_no_reason_not_to_train(
     experiments: Experiments, tmp_path: Path
 ) -> None:
@@ -70,7 +71,7 @@ def test_ignored_children_and_closed_outputs_are_no_reason_not_to_train(
     assert_same_weights(Result(tmp_path / "out").weights(), weights, tolerance=0)
 
 
-@pytest.mark.parametrize("chosen", [None, 2])
+@pytest.mark.parametrize("chosen", [None, pytest.param(2, marks=pytest.mark.soak)])
 def test_workers_share_the_cores_unless_the_user_says_otherwise(
     tmp_path: Path, chosen: Optional[int]
 ) -> None:

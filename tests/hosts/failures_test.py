@@ -91,7 +91,7 @@ def test_the_host_of_the_store_is_missed(two_hosts: Hosts, tmp_path: Path):
     assert "lost the" in message(second) or "Another rank" in message(second)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_is_stuck_ends_all(two_hosts: Hosts, tmp_path: Path, rank: int):
     stuck = {"type": "be_stuck", "point": "step 2 of epoch 0", "rank": rank}
     commands = start(two_hosts, tmp_path, endless(two_hosts, stuck))

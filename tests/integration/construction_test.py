@@ -173,7 +173,11 @@ SCHEDULES: Dict[str, Callable[[Any, int], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name, deepspeed_config", [("of AllenNLP", OFFLOAD), ("of PyTorch", "zero_3_offload")]
+    "name, deepspeed_config",
+    [
+        ("of AllenNLP", OFFLOAD),
+        pytest.param("of PyTorch", "zero_3_offload", marks=pytest.mark.soak),
+    ],
 )
 def test_a_schedule_on_the_given_optimizer_counts_before_and_after_recovery(
     tmp_path: Path, name: str, deepspeed_config: str

@@ -171,6 +171,7 @@ def test_the_number_of_gathers_does_not_grow_with_the_tokens() -> None:
     assert num_gathers(3) == num_gathers(6)
 
 
+@pytest.mark.soak
 def test_parameters_are_gathered_for_each_token_where_memory_is_to_be_saved() -> None:
     short, long = (num_gathers(n, reshard_after_micro_batch=True) for n in (3, 6))
     assert long > short > num_gathers(3)

@@ -328,7 +328,9 @@ def test_metrics_are_those_of_all_workers_without_a_collective_in_a_forward_pass
     assert seen == seen_by_1
 
 
-@pytest.mark.parametrize("torch_compile", [None, {"backend": "eager"}])
+@pytest.mark.parametrize(
+    "torch_compile", [None, pytest.param({"backend": "eager"}, marks=pytest.mark.soak)]
+)
 def test_metrics_are_right_that_are_read_once_an_epoch(torch_compile: Any) -> None:
     def train(trainer: Any) -> Any:
         return trainer.train(), trainer.model.get_metrics()["seen"]

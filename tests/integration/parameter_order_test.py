@@ -107,17 +107,49 @@ SMALL = {"sub_group_size": 2 * DIM * DIM}
     "stage, world_size, more",
     [
         pytest.param(0, 2, {"optimizer": adam}, id="stage 0, Adam, two workers"),
-        pytest.param(0, 1, {"deepspeed_config": {"bf16": {"enabled": True}}}, id="stage 0, bf16"),
-        pytest.param(0, 2, {"moving_average": moving_average}, id="stage 0, averages"),
+        pytest.param(
+            0,
+            1,
+            {"deepspeed_config": {"bf16": {"enabled": True}}},
+            id="stage 0, bf16",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            0, 2, {"moving_average": moving_average}, id="stage 0, averages", marks=pytest.mark.soak
+        ),
         pytest.param(1, 2, {"optimizer": adam}, id="stage 1"),
-        pytest.param(2, 1, {"deepspeed_config": {"bf16": {"enabled": True}}}, id="stage 2, bf16"),
+        pytest.param(
+            2,
+            1,
+            {"deepspeed_config": {"bf16": {"enabled": True}}},
+            id="stage 2, bf16",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(2, 2, {"optimizer": adam, "zero": OFFLOAD}, id="stage 2, offload"),
         pytest.param(2, 2, {"moving_average": moving_average}, id="stage 2, averages"),
         pytest.param(3, 2, {"optimizer": adam, "zero": SMALL}, id="stage 3, Adam, sub-groups"),
-        pytest.param(3, 2, {"deepspeed_config": {"bf16": {"enabled": True}}}, id="stage 3, bf16"),
-        pytest.param(3, 1, {"optimizer": adam, "zero": OFFLOAD}, id="stage 3, offload"),
+        pytest.param(
+            3,
+            2,
+            {"deepspeed_config": {"bf16": {"enabled": True}}},
+            id="stage 3, bf16",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            3,
+            1,
+            {"optimizer": adam, "zero": OFFLOAD},
+            id="stage 3, offload",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(3, 2, {"moving_average": moving_average}, id="stage 3, averages"),
-        pytest.param(3, 2, {"is_constructed_partitioned": True}, id="stage 3, partitioned"),
+        pytest.param(
+            3,
+            2,
+            {"is_constructed_partitioned": True},
+            id="stage 3, partitioned",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_layers_in_another_order_continue_as_without_an_interruption(

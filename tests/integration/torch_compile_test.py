@@ -152,11 +152,16 @@ def uncompiled(side: Side) -> List[Outcome]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"activation_checkpointing": [r"layers\.0$", "1.first"]},
-        {"deepspeed_config": {"bf16": {"enabled": True}}},
-        {"is_constructed_partitioned": True},
+        pytest.param(
+            {"activation_checkpointing": [r"layers\.0$", "1.first"]},
+            id="recomputed",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param({"deepspeed_config": {"bf16": {"enabled": True}}}, id="bf16"),
+        pytest.param(
+            {"is_constructed_partitioned": True}, id="partitioned", marks=pytest.mark.soak
+        ),
     ],
-    ids=["recomputed", "bf16", "partitioned"],
 )
 def test_numbers_are_those_without_at_stage_3(arguments: Dict[str, Any]) -> None:
     graphs = FORWARD_GRAPHS if "is_constructed_partitioned" in arguments else GRAPHS
@@ -173,6 +178,7 @@ def with_other_weights() -> Classifier:
     return model
 
 
+@pytest.mark.soak
 def test_a_recovered_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     def train(num_epochs: int, name: str, model: Any = Classifier) -> Dict[str, torch.Tensor]:
         directory = tmp_path / name
@@ -295,7 +301,10 @@ def vectors(rank: int) -> List[Dict[str, torch.Tensor]]:
     return [{"inputs": torch.randn(3, DIM, generator=generator)} for _ in range(3)]
 
 
-@pytest.mark.parametrize("compile_part, world_size", [(_compile_method, 2), (_compile_in_place, 1)])
+@pytest.mark.parametrize(
+    "compile_part, world_size",
+    [pytest.param(_compile_method, 2, marks=pytest.mark.soak), (_compile_in_place, 1)],
+)
 def test_what_a_model_compiles_itself_trains_at_stage_3(
     compile_part: Callable[[Any], None], world_size: int
 ) -> None:

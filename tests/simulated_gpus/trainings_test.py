@@ -225,8 +225,12 @@ def test_workers_of_torchrun_use_their_own_devices(machine: Machine, tmp_path: P
 # Either keeps PyTorch from counting devices without initializing CUDA.
 @pytest.mark.parametrize(
     "variables, has_nvml",
-    [({}, False), ({"CUDA_VISIBLE_DEVICES": "MIG-0,MIG-1"}, True)],
-    ids=["none", "names of MIG"],
+    [
+        pytest.param({}, False, id="none"),
+        pytest.param(
+            {"CUDA_VISIBLE_DEVICES": "MIG-0,MIG-1"}, True, id="names of MIG", marks=pytest.mark.soak
+        ),
+    ],
 )
 def test_without_nvml(
     machine: Machine, tmp_path: Path, variables: Dict[str, str], has_nvml: bool
