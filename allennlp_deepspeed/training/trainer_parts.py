@@ -189,6 +189,13 @@ def _gradient_synchronizer(trainer: Any, arguments: TrainerArguments) -> Gradien
     callbacks.check(trainer._callbacks)
     wrapped_model, optimizer = trainer._ddp_wrapped_model, trainer.optimizer
     if trainer._grad_clipping is not None:
+        is_muon = any(group.get("use_muon") for group in optimizer.param_groups)
+        if is_muon and wrapped_model.config.zero_stage > 0:
+            raise ConfigurationError(
+                "'trainer.grad_clipping' is given and the optimizer is Muon, but at ZeRO stage "
+                f"{wrapped_model.config.zero_stage} it would clip Muon's updates instead of "
+                'gradients: remove it, or write "zero_optimization": {"stage": 0}'
+            )
         clipping = clip_values(optimizer, trainer._grad_clipping)
         wrapped_model.call_before_destroy(clipping.remove)
     synchronizer = GradientSynchronizer(
@@ -225,6 +232,13 @@ def _log_writers(trainer: Any, arguments: TrainerArguments) -> LogWriters:
 
 
 def _step_context(trainer: Any, arguments: TrainerArguments) -> StepContext:
+    module = type(trainer).batch_outputs.__module__
+    if arguments.grad_cache is not None and module.partition(".")[0] != "allennlp_deepspeed":
+        raise ConfigurationError(
+            f"{type(trainer).__name__} overrides 'batch_outputs', but with 'trainer.grad_cache' "
+            "the loss is that of the model's `contrastive_loss`: override that, or remove "
+            "'trainer.grad_cache'."
+        )
     context = StepContext(
         trainer.model,
         trainer._ddp_wrapped_model,

@@ -16,6 +16,7 @@ from allennlp.common import Params
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 
+from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.engine.parameters import free_memory
 from allennlp_deepspeed.models.contrastive import ContrastiveModel
 from tests.support.experiment import assert_same_weights
@@ -198,3 +199,21 @@ def test_a_chunk_leaves_room_for_what_the_optimizer_is_to_keep(
     (left,) = re.findall(r"is still to allocate, (\d+) bytes are free", caplog.text)
     # Two gradients, and two numbers for each element, in fp32. A shard may be padded.
     assert int(left) == pytest.approx(free - 4 * 4 * num_elements, abs=64)
+
+
+class OwnLoss(DeepSpeedTrainer):
+    def batch_outputs(self, batch: Any, for_training: bool) -> Dict[str, torch.Tensor]:
+        outputs = super().batch_outputs(batch, for_training)
+        return {**outputs, "loss": 2 * outputs["loss"]}
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_refused() -> None:
+    texts = {"tokens": {"tokens": torch.ones(4, 2, dtype=torch.long)}}
+    side = Side(
+        bi_encoder,
+        lambda rank: [{"query": texts, "document": texts}],
+        2,
+        trainer_class=OwnLoss,
+        grad_cache={"chunk_size": 2},
+    )
+    assert "OwnLoss overrides 'batch_outputs'" in side.refusal()

@@ -104,9 +104,15 @@ class MuonOptimizer(Optimizer):
         return optimizer
 
     @classmethod
-    def check(cls, config: ResolvedConfig) -> None:
+    def check(cls, config: ResolvedConfig, subject: str) -> None:
         """
         Checks that DeepSpeed can shard Muon.
+
+        # Parameters
+
+        config : `ResolvedConfig`, required.
+        subject : `str`, required.
+            What the message begins with.
 
         # Raises
 
@@ -117,10 +123,10 @@ class MuonOptimizer(Optimizer):
             return
         if not isinstance(config.grad_norm, bool):
             raise ConfigurationError(
-                "'trainer.optimizer.type' is \"muon\" and the gradient norm is clipped to "
-                f"{config.grad_norm}, but at ZeRO stage {config.zero_stage} DeepSpeed would clip "
-                "Muon's updates instead: remove 'trainer.grad_norm' and "
-                f'\'{ROOT}.gradient_clipping\', or write "zero_optimization": {{"stage": 0}}'
+                f"{subject} and the gradient norm is clipped to {config.grad_norm}, but at ZeRO "
+                f"stage {config.zero_stage} DeepSpeed would clip Muon's updates instead: remove "
+                f"'trainer.grad_norm' and '{ROOT}.gradient_clipping', or write "
+                '"zero_optimization": {"stage": 0}'
             )
         zero_config = config.engine_config["zero_optimization"]
         if config.zero_stage == 3 and zero_config["reduce_scatter"]:

@@ -97,7 +97,7 @@ def check_optimizer(
     subject, optimizer_class = f"'trainer.optimizer.type' is \"{name}\"", registered_class(name)
     _check_class(subject, optimizer_class, config)
     if issubclass(optimizer_class, MuonOptimizer):
-        MuonOptimizer.check(config)
+        MuonOptimizer.check(config, subject)
     elif config.zero_stage > 0:
         settings = {k: v for k, v in deepcopy(params).items() if k != "parameter_groups"}
         _check_sample(
@@ -117,6 +117,8 @@ def check_section(config: ResolvedConfig, world_size: Optional[int] = None) -> N
     subject = f"'{ROOT}.optimizer.type' is \"{name}\""
     if config.zero_stage > 0 and name.lower() == "lamb":
         raise _not_elementwise(subject, config)
+    if name.lower() == "muon":
+        MuonOptimizer.check(config, subject)
     if name.lower() == "adagrad":
         optimizer_class: Any = torch.optim.Adagrad
     elif name.lower() in DEEPSPEED_OPTIMIZERS:
@@ -173,6 +175,8 @@ def check_object(
     name = type(optimizer).__name__
     subject = f"The optimizer is {name}"
     _check_class(subject, type(optimizer), config)
+    if any(group.get("use_muon") for group in optimizer.param_groups):
+        MuonOptimizer.check(config, subject)
     if config.zero_stage == 0 or _is_deepspeeds(optimizer):
         return
     world_size = _world_size()
