@@ -514,7 +514,10 @@ class DeepSpeedCheckpointer(Checkpointer):
         with optimizer.register_load_state_dict_pre_hook(keep_implementation):
             self._load_engine(trainer, path, record, trainer_state)
         _warn_of_other_steps(trainer_state["instances_per_step"], trainer.instances_per_step())
-        _convert_position(trainer_state, trainer.instances_per_step())
+        change = _convert_position(trainer_state, trainer.instances_per_step())
+        # Of DeepSpeed's own schedules.
+        if hasattr(trainer.engine.lr_scheduler, "last_batch_iteration"):
+            trainer.engine.lr_scheduler.last_batch_iteration += change
         steps = trainer_state["progress"]["batches_in_epoch_completed"]
         self._remember(PointInTime(point.epochs, steps))
         if trainer_state["best_weights"]["exist"]:
@@ -630,8 +633,11 @@ def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
         ) from None
 
 
-def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:
-    """Converts the number of completed steps if the number of instances per step has changed."""
+def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> int:
+    """
+    Converts the numbers of completed steps if the number of instances per step has changed. Returns
+    what is added to that of schedules.
+    """
 
     def converted(num_steps: int) -> int:
         # Rounded down, so that no instance is skipped.
@@ -640,9 +646,13 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     progress = trainer_state["progress"]
     before = progress["batches_in_epoch_completed"]
     now = progress["batches_in_epoch_completed"] = converted(before)
+    num_steps = progress["total_batches_completed"] + progress["schedule_offset"]
+    change = converted(num_steps) - num_steps
+    progress["schedule_offset"] += change
     epochs, steps = progress["validated_point"]
     progress["validated_point"] = [epochs, converted(steps)]
     if now != before:
         # Read by `Progress`, and by `ResumeState` if the checkpoint was saved in a validation.
         progress["is_converted"] = True
         trainer_state["resume_state"].pop("train_metrics", None)  # some steps may be trained again
+    return change

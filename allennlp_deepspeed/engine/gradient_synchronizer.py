@@ -285,6 +285,11 @@ class GradientSynchronizer:
             If a micro-batch is running.
         """
         self._check_idle("the next step")
+        # Those of backward passes outside of steps, which AllenNLP's loop clears too.
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = None
+        self._sums.clear()
         self._has_deferred = self._has_reduced = self._has_gradients = False
 
     @contextmanager
@@ -492,7 +497,7 @@ class GradientSynchronizer:
 
     def _queue_average(self, _: torch.nn.Parameter) -> None:
         """Hook that has gradients averaged over the ranks when the running backward pass ends."""
-        if not (self._is_in_no_sync or self._is_average_queued):
+        if not (self._is_in_no_sync or self._is_average_queued or self._phase is Phase.IDLE):
             self._is_average_queued = True
             # The autograd engine runs the callback when the full pass is done, as for DDP.
             torch.autograd.Variable._execution_engine.queue_callback(self._average)

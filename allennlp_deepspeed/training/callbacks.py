@@ -101,7 +101,8 @@ def may_change_weights(callback: TrainerCallback) -> bool:
     """
     if not getattr(callback, "changes_weights", True):
         return False
-    functions = map(_function, (callback.on_batch, callback.on_backward))
+    on_validation = getattr(callback, "on_validation", callback.on_batch)
+    functions = map(_function, (callback.on_batch, callback.on_backward, on_validation))
     modules = [str(getattr(function, "__module__", None)) for function in functions]
     return not {name.partition(".")[0] for name in modules} <= {"allennlp", "allennlp_deepspeed"}
 

@@ -38,6 +38,8 @@ class AgreedMetricTracker(MetricTracker):
         self._metric_name = metric_name
         self.latest_score = math.nan
         """The score of the latest validation, NaN if it can't be compared with the others."""
+        self.is_repeated = False
+        """Whether the current validation is of weights that have been validated before."""
 
     @property
     def names(self) -> List[str]:
@@ -63,6 +65,15 @@ class AgreedMetricTracker(MetricTracker):
         assert score is not None
         self.latest_score = score
         return score
+
+    @override
+    def add_metrics(self, metrics: Dict[str, float]) -> None:
+        """
+        Counts a validation. Where the length of an epoch is unknown, one within the epoch may be
+        after its last step, and is repeated at its end.
+        """
+        if not self.is_repeated:
+            super().add_metrics(metrics)
 
     def describe_missing(self, metrics: Iterable[str]) -> Optional[str]:
         """Describes which of the tracked metrics aren't among these, `None` if all are."""

@@ -17,6 +17,11 @@ class Progress:
     epochs_completed: int = 0
     batches_in_epoch_completed: int = 0
     total_batches_completed: int = 0
+    schedule_offset: int = 0
+    """
+    What schedules count in addition to `total_batches_completed`: the steps before a checkpoint may
+    have had other sizes.
+    """
     start_after_epochs_completed: int = 0
     start_after_batches_in_epoch_completed: int = 0
     should_validate_this_epoch: bool = True
@@ -26,6 +31,8 @@ class Progress:
     """Number of forward passes for training in this epoch, by the trainer or by other callers."""
     validated_point: PointInTime = PointInTime(0, 0)
     """The point in time of the weights that have been validated last."""
+    score_for_schedules: Optional[float] = None
+    """The score of a validation within the epoch, if schedules haven't been stepped with it."""
     best_epoch: Optional[int] = None
     """The epoch with the best validation so far, if that was within the epoch, from 0."""
     _state_at_start: Dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -77,9 +84,11 @@ class Progress:
             "epochs_completed": self.epochs_completed,
             "batches_in_epoch_completed": self.batches_in_epoch_completed,
             "total_batches_completed": self.total_batches_completed,
+            "schedule_offset": self.schedule_offset,
             "should_validate_this_epoch": self.should_validate_this_epoch,
             "has_dropped_batches": self.has_dropped_batches,
             "validated_point": list(self.validated_point),
+            "score_for_schedules": self.score_for_schedules,
             "best_epoch": self.best_epoch,
         }
 
@@ -90,8 +99,10 @@ class Progress:
         """
         self.start_after_epochs_completed = state_dict["epochs_completed"]
         self.start_after_batches_in_epoch_completed = state_dict["batches_in_epoch_completed"]
+        self.schedule_offset = state_dict["schedule_offset"]
         self.has_dropped_batches = state_dict["has_dropped_batches"]
         self.validated_point = PointInTime(*state_dict["validated_point"])
+        self.score_for_schedules = state_dict["score_for_schedules"]
         self.best_epoch = state_dict["best_epoch"]
         self._state_at_start = state_dict
 

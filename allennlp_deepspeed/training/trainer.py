@@ -305,6 +305,7 @@ class DeepSpeedTrainer(TrainerInterface):
                     if not self._progress.is_fast_forwarding and self._validation.is_due():
                         self._validation.validate_in_epoch(epoch)
                 else:
+                    self._validation.start_step()
                     self._train_step(group, epoch)
                 progress_bar.update()
                 if self._validation.ends_training():
@@ -341,7 +342,7 @@ class DeepSpeedTrainer(TrainerInterface):
         num_steps = self._progress.total_batches_completed + 1
         for schedule in (self._learning_rate_scheduler, self._momentum_scheduler):
             if schedule:
-                schedule.step_batch(num_steps)
+                schedule.step_batch(num_steps + self._progress.schedule_offset)
         grad_norm = self._gradient_step.update(num_steps)
 
         self._progress.complete_step()
@@ -544,11 +545,14 @@ class DeepSpeedTrainer(TrainerInterface):
                 "started without: remove the key, or start again in another serialization "
                 "directory."
             )
-        num_epochs = state.trainer_state["num_epochs"]
+        has_other_length = (
+            state.trainer_state["num_epochs"] != self._num_epochs
+            or state.trainer_state["instances_per_step"] != self.instances_per_step()
+        )
         with keep_group_values(self.optimizer):
             for name, part in parts.items():
                 if name in state.trainer_state:
-                    length = length_of(part) if num_epochs != self._num_epochs else {}
+                    length = length_of(part) if has_other_length else {}
                     part.load_state_dict(state.trainer_state[name])
                     for attribute, value in length.items():
                         setattr(schedule_of(part), attribute, value)

@@ -152,8 +152,10 @@ class Validation:
             number of batches.
         """
         trainer = self._trainer
-        resume_state = trainer._resume_state
+        resume_state, progress = trainer._resume_state, trainer._progress
         resume_state.start_validation()
+        trainer._metric_tracker.is_repeated = progress.validated_point == progress.point
+        progress.score_for_schedules = None
         trainer._distributed_metrics.collect()
         trainer._buffer_broadcast.find_buffers()
         self._loss.start()
@@ -180,6 +182,18 @@ class Validation:
             and progress.should_validate_this_epoch
             and progress.validated_point != progress.point
         )
+
+    def start_step(self) -> None:
+        """
+        Steps schedules that follow validations, if one was after the step before. At the end of an
+        epoch AllenNLP's loop does, and its length may be unknown.
+        """
+        trainer = self._trainer
+        score = trainer._progress.score_for_schedules
+        if score is not None:
+            for schedule in (trainer._learning_rate_scheduler, trainer._momentum_scheduler):
+                step_by_validation(schedule, score)
+            trainer._progress.score_for_schedules = None
 
     def ends_training(self) -> bool:
         """Returns whether training stops early after the latest step. The same on every rank."""
@@ -210,6 +224,8 @@ class Validation:
                 num_batches=dist_reduce_sum(num_batches),
                 reset=True,
             )
+            # Modules that change parameters in `eval` change them back.
+            trainer._pytorch_model.train()
         step = progress.batches_in_epoch_completed
         score = tracker.combined_score(validated)
         tracker.add_metrics(validated)
@@ -221,8 +237,7 @@ class Validation:
             metrics.update(metrics_of_best(epoch, validated))
             with trainer._weights_of_validation():
                 trainer._save_model_state(trainer.best_weights.path)
-        for schedule in (trainer._learning_rate_scheduler, trainer._momentum_scheduler):
-            step_by_validation(schedule, score)
+        progress.score_for_schedules = score
         if trainer._primary:
             name = f"metrics_e{epoch}_b{step}.json"
             dump_metrics(os.path.join(trainer._serialization_dir, name), metrics)

@@ -226,3 +226,29 @@ def test_validation_data_are_needed(tmp_path: Path, changes: Config):
     config = deepspeed(load_config("tagger", ONE_PROCESS, changes), 2)
     del config["validation_data_path"]
     assert "validation_data_path" in refusal(config, tmp_path)
+
+
+def test_the_last_step_is_judged_once_where_the_length_of_epochs_is_unknown(
+    experiments: Experiments,
+) -> None:
+    changes = {
+        **TAGGER,
+        **IN_ORDER,
+        "trainer.optimizer": {"type": "sgd", "lr": 0.1},
+        "trainer.learning_rate_scheduler": PLATEAU,
+        "trainer.patience": 1,
+    }
+    known, unknown = (
+        experiments.run(every(deepspeed(load_config("tagger", changes, loader), 2), num_batches=7))
+        for loader in (
+            {"data_loader": {"batch_size": 6}},
+            {"data_loader": {"batch_size": 6, "max_instances_in_memory": 100}},
+        )
+    )
+    assert not in_epochs(known) and len(in_epochs(unknown)) == 2
+    of_epochs = [
+        {k: v for k, v in result.metrics_of_epochs().items() if k.startswith("metrics_epoch")}
+        for result in (unknown, known)
+    ]
+    assert_same_metrics(*of_epochs)
+    assert tracker(unknown) == tracker(known)

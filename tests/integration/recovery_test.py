@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
-from allennlp.common import Params
+from allennlp.common import Lazy, Params
 from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models import BasicClassifier, Model, MultiTaskModel
@@ -17,6 +17,7 @@ from allennlp.models.heads import Head
 from allennlp.modules import Backbone
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import ShouldValidateCallback, TrainerCallback
+from allennlp.training.learning_rate_schedulers import LinearWithWarmup
 from allennlp.training.metrics import Average
 from torch import nn
 
@@ -297,6 +298,61 @@ def test_what_was_validated_is_not_validated_again_by_another_number_of_workers(
         if checkpoint.name != "checkpoint_e0_b4":
             shutil.rmtree(checkpoint)
     assert train(after) == expected
+
+
+class Rates(TrainerCallback):
+    """The learning rate after each step."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.rates: List[float] = []
+
+    def on_batch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+
+# One worker has eight steps in an epoch, and two have four.
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("is_of_deepspeed", [False, True])
+def test_a_schedule_ends_with_the_training_of_another_number_of_workers(
+    tmp_path: Path, before: int, after: int, is_of_deepspeed: bool
+) -> None:
+    def rates(directory: Path, world_size: int, num_epochs: int = 4) -> List[float]:
+        schedule: Any = {
+            "learning_rate_scheduler": Lazy(
+                LinearWithWarmup, constructor_extras={"warmup_steps": 0}
+            )
+        }
+        if is_of_deepspeed:
+            section = {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "total_num_steps": 32 // world_size,
+                    "warmup_num_steps": 1,
+                    "warmup_max_lr": 0.3,
+                },
+            }
+            schedule = {"deepspeed_config": {"scheduler": section}}
+        directory.mkdir(exist_ok=True)
+        side = Side(
+            Remembering,
+            lambda rank: (2 * vectors(rank))[: 8 // world_size],
+            2,
+            world_size,
+            num_epochs=num_epochs,
+            checkpointer=DeepSpeedCheckpointer(directory, keep_most_recent_by_count=None),
+            callbacks=lambda: [Rates()],
+            **schedule,
+        )
+        return side.on_all_ranks(
+            lambda trainer: (trainer.train(), trainer.callbacks[0].rates)[1], directory
+        )[0]
+
+    rates(tmp_path / "resumed", before)
+    for name in ("checkpoint_e3_b0", "checkpoint_e4_b0"):
+        shutil.rmtree(tmp_path / "resumed" / name)
+    expected = rates(tmp_path / "uninterrupted", after)
+    assert rates(tmp_path / "resumed", after) == pytest.approx(expected[len(expected) // 2 :])
 
 
 class Identity(Backbone):

@@ -255,6 +255,71 @@ def test_a_loss_that_is_a_number_is_refused() -> None:
     assert "doesn't depend on any trainable parameter" in message
 
 
+class GoesBackward(TrainerCallback):
+    """Outside of steps, and leaves the gradients."""
+
+    def on_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.model(x=torch.ones(2, 4))["loss"].backward()
+
+    def on_epoch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.on_start(trainer)
+
+
+def has_gradients() -> Plain:
+    model = Plain()
+    model(torch.ones(2, 4))["loss"].backward()
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(
+    "model, callback",
+    [(Plain, lambda: [GoesBackward("")]), (has_gradients, list)],
+    ids=["in a callback", "before construction"],
+)
+def test_gradients_of_other_backward_passes_are_cleared(
+    model: Any, callback: Any, stage: int, world_size: int, precision: str
+) -> None:
+    config = {"bf16": {"enabled": True}} if precision == "bf16" and stage > 0 else {}
+    sides = [
+        Side(m, batches, stage, world_size, callbacks=c, deepspeed_config=config)
+        for m, c in ((model, callback), (Plain, list))
+    ]
+    actual, expected = (side.train() for side in sides)
+    assert_same_weights(actual, expected, tolerance=0)
+
+
+class Merging(Plain):
+    """Adds an adapter to its frozen weight while it evaluates, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Parameter(torch.eye(4), requires_grad=False)
+        self.adapter = torch.nn.Parameter(torch.full((4, 4), 0.1))
+        self.is_merged = False
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        weight = self.base if self.is_merged else self.base + self.adapter
+        return super().forward(x @ weight)
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        if self.is_merged == mode:
+            self.base.data += -self.adapter.data if mode else self.adapter.data
+            self.is_merged = not mode
+        return self
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_evaluation_merges_is_taken_back_within_an_epoch(stage: int) -> None:
+    expected, actual = (
+        Side(Merging, batches, stage, validation_data_loader=Batches(batches(0)), **more).train()
+        for more in ({}, {"validate_every_num_batches": 1})
+    )
+    assert_same_weights(actual, expected, tolerance=1e-6)
+
+
 class WithEval(Plain):
     def __init__(self) -> None:
         super().__init__()
