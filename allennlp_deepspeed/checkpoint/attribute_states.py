@@ -32,6 +32,12 @@ _CONSTRUCTED = {"Counter": Counter, "OrderedDict": OrderedDict}
 _MAX_NAMES = 10
 
 
+_FLAGS_OF_PYTORCH = (
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
+    "_warned_capturable_if_run_uncaptured",
+)
+
 _WITH_ITEMS = ("object", "dict", "list", "deque", "tuple", "buffer")
 
 
@@ -78,9 +84,19 @@ class AttributeStates:
 
     def state_dict(self) -> Dict[str, State]:
         """
-        Returns copies of what has changed. Warns of what can't be saved, once.
+        Returns copies of what has changed, and `None` for what is gone. Warns of what can't be
+        saved, once.
         """
         changes = _Changes(self._encode().states, self._before)
+        for name, owner in self._owners().items():
+            # What its class has, such as a cached property, is computed when it is asked for.
+            gone = [
+                key
+                for key in self._before.get(name, ())
+                if not (hasattr(type(owner), key) or hasattr(owner, key))
+            ]
+            if gone:
+                changes.states.setdefault(name, {}).update(dict.fromkeys(gone))
         lost = [p for p in changes.lost if p not in self._lost and self._is_lost(p)]
         self._lost.update(lost)
         if lost and self._before:
@@ -141,8 +157,7 @@ class AttributeStates:
                 for key, value in fields_of(owner).items()
                 if key not in self._excluded
                 and key not in elsewhere
-                # Flags of a library's optimizer tell what it has set up in this process.
-                and not (is_optimizer and isinstance(value, bool))
+                and not (is_optimizer and _is_flag(owner, key, value))
                 and not (is_of_library(owner) and _is_computed(value))
             }
         return fields
@@ -155,6 +170,11 @@ class AttributeStates:
         names = path[0].split(".")
         parents = [owners.get(".".join(names[:length])) for length in range(len(names) + 1)]
         return not any(map(_has_extra_state, parents))
+
+
+def _is_flag(owner: Any, key: str, value: Any) -> bool:
+    """Returns whether an attribute tells what a library's optimizer has set up in this process."""
+    return isinstance(value, bool) and (is_of_library(owner) or key in _FLAGS_OF_PYTORCH)
 
 
 class _Changes:
@@ -278,8 +298,12 @@ class _Loading:
             if owner is None:
                 continue
             for key, node in state.items():
+                if node is None:
+                    if hasattr(owner, key):
+                        delattr(owner, key)
+                    continue
                 value = self._decode(node, getattr(owner, key, None), (name, key))
-                if node is not None and "buffer" in node:  # which `forward` may register
+                if "buffer" in node:  # which `forward` may register
                     owner.register_buffer(key, value, persistent=False)
                 else:
                     setattr(owner, key, value)

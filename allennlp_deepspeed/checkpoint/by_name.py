@@ -319,17 +319,19 @@ def load(
     for index, master in enumerate(shards.masters):
         _read(master.data, shards, index, saved, WEIGHT)
     with shards.in_param_groups():
-        groups = engine.basic_optimizer.state_dict()["param_groups"]
-        engine.basic_optimizer.load_state_dict(
-            {
-                **rest["optimizer"],
-                "state": {**rest["optimizer"]["state"], **{i: s for i, s in states.items() if s}},
-                "param_groups": [
-                    {**of_checkpoint, "params": group["params"]}
-                    for of_checkpoint, group in zip(rest["param_groups"], groups)
-                ],
+        optimizer = engine.basic_optimizer.state_dict()
+        optimizer.update(rest["optimizer"])
+        # AllenNLP's "multi" has those of its optimizers instead.
+        if "param_groups" in optimizer:
+            optimizer["state"] = {
+                **rest["optimizer"]["state"],
+                **{index: state for index, state in states.items() if state},
             }
-        )
+            optimizer["param_groups"] = [
+                {**of_checkpoint, "params": group["params"]}
+                for of_checkpoint, group in zip(rest["param_groups"], optimizer["param_groups"])
+            ]
+        engine.basic_optimizer.load_state_dict(optimizer)
         _keep_types(engine.basic_optimizer.state, shards.masters, states)
     averages = {}
     for index, master in enumerate(shards.masters if has_averages else ()):

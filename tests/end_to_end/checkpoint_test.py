@@ -36,6 +36,17 @@ CHECKPOINTS = {
     "trainer.moving_average": {"decay": 0.9},
 }
 
+SEVERAL_OPTIMIZERS = {
+    "trainer.optimizer": {
+        "type": "multi",
+        "optimizers": {
+            "default": {"type": "sgd", "lr": 0.3, "momentum": 0.9},
+            "encoder": {"type": "adam", "lr": 0.01},
+        },
+        "parameter_groups": [[["encoder"], {"optimizer_name": "encoder"}]],
+    }
+}
+
 
 def checkpoints(result: Result) -> List[str]:
     return sorted(path.name for path in result.serialization_dir.glob("checkpoint_*"))
@@ -100,6 +111,15 @@ def test_a_recovered_run_ends_as_an_uninterrupted_one(
     experiments: Experiments, tmp_path: Path, stage: int, last: str
 ):
     config = deepspeed(load_config("tagger", CHECKPOINTS), stage)
+    uninterrupted = experiments.run(config)
+    assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
+
+
+def test_a_recovered_run_with_several_optimizers_ends_as_an_uninterrupted_one(
+    experiments: Experiments, tmp_path: Path
+):
+    config = deepspeed(load_config("tagger", CHECKPOINTS, SEVERAL_OPTIMIZERS), 0)
+    last = "checkpoint_e1_b2"
     uninterrupted = experiments.run(config)
     assert_ends_alike(recover(uninterrupted, tmp_path, config, last), uninterrupted)
 

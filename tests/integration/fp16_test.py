@@ -255,6 +255,27 @@ class Interrupt(TrainerCallback):
             raise KeyError("on purpose")
 
 
+class Scales(TrainerCallback):
+    def on_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.at_start = float(trainer.engine.optimizer.loss_scaler.cur_scale)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_training_of_another_precision_has_no_loss_scale_to_recover(
+    tmp_path: Path, stage: int
+) -> None:
+    def scale(precision: Dict[str, Any]) -> float:
+        scales = Scales("")
+        checkpointer = DeepSpeedCheckpointer(tmp_path)
+        Task().train(
+            tmp_path, config(stage, precision), checkpointer=checkpointer, callbacks=[scales]
+        )
+        return scales.at_start
+
+    scale({"bf16": {"enabled": True}})
+    assert scale({"fp16": {"enabled": True, "initial_scale_power": 8}}) == 2**8
+
+
 @pytest.mark.parametrize(
     "stage, precision", [(0, AUTOCAST), *((stage, OVERFLOWING) for stage in (0, 2, 3))]
 )

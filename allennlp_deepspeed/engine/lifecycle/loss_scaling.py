@@ -154,9 +154,13 @@ def state_dict(engine: DeepSpeedEngine) -> Dict[str, Any]:
 
 
 def load_state_dict(engine: DeepSpeedEngine, state: Dict[str, Any]) -> None:
-    """Loads the output of `state_dict` of any ZeRO stage, unless the config fixes the scale."""
+    """
+    Loads the output of `state_dict` of any ZeRO stage, unless the config fixes the scale, or did
+    then, as it is in other precisions.
+    """
     loss_scaler = _loss_scaler(engine)
-    if getattr(loss_scaler, "last_overflow_iter", None) is not None:
+    is_dynamic = state.get("last_overflow_iter") is not None
+    if is_dynamic and getattr(loss_scaler, "last_overflow_iter", None) is not None:
         for name, value in state.items():
             if value is not None and hasattr(loss_scaler, name):
                 setattr(loss_scaler, name, value)
