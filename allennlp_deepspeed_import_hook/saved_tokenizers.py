@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, Optional
 logger = logging.getLogger(__name__)
 
 # Arguments of the call that choose the special tokens around a text.
-_LANGUAGES = {"src_lang", "tgt_lang"}
+_OF_SPECIAL_TOKENS = {"src_lang", "tgt_lang", "add_bos_token", "add_eos_token"}
 _OF_HUB = ("cache_dir", "revision", "subfolder", "token")
 
 
@@ -60,8 +60,10 @@ def _restore(tokenizer: Any, model_name: str, kwargs: Dict[str, Any]) -> None:
     for _, token in sorted(built.get_added_tokens_decoder().items()):
         if token.content not in names:
             (saved.add_special_tokens if token.special else saved.add_tokens)([token])
-    if _LANGUAGES & kwargs.keys():
+    if _OF_SPECIAL_TOKENS & kwargs.keys():
         saved.post_processor = built.post_processor
+    if "add_prefix_space" in kwargs:
+        saved.pre_tokenizer = built.pre_tokenizer
     parts = json.loads(saved.to_str())
     differing = [name for name, part in parts.items() if part != parts_of_built[name]]
     if differing:

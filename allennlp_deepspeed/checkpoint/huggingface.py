@@ -326,9 +326,13 @@ def _tokenizer(
     name = str(transformer.config.name_or_path)
     config = read_config(serialization_dir).as_dict(quiet=True)
     kwargs = _tokenizer_kwargs(config, name)
+    reader = config.get("dataset_reader") or {}
     try:
+        if reader.get("type") == "causal_lm":  # and the model is "from_archive"
+            arguments = reader.get("tokenizer_kwargs") or {}
+            return pretrained.load_tokenizer(reader["tokenizer"], arguments)
         return AutoTokenizer.from_pretrained(name, **kwargs)
-    except (ImportError, OSError, TypeError, ValueError) as error:
+    except (ConfigurationError, ImportError, OSError, TypeError, ValueError) as error:
         logger.warning("Exporting without a tokenizer: %s", error)
         return None
 

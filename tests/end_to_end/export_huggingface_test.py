@@ -189,6 +189,17 @@ def test_an_encoder_of_an_embedder_is_exported(
     assert tokens == AutoTokenizer.from_pretrained(bert)(text)["input_ids"]
 
 
+def test_a_language_model_from_an_archive_has_the_tokenizer_of_its_reader(
+    experiments: Experiments, tokenizer: str, tmp_path: Path
+) -> None:
+    archive = trained(experiments, tokenizer, 0, OTHER_END).archive
+    config = deepspeed(language_model(tokenizer, TWO_WORKERS, OTHER_END), 2)
+    config["model"] = {"type": "from_archive", "archive_file": str(archive)}
+    exported(experiments.run(config).archive, tmp_path / "out")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.chat_template == TEMPLATE and loaded.eos_token_id == 4
+
+
 def test_the_tokenizer_is_that_of_the_reader(
     experiments: Experiments, bert: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Dict
 
 import pytest
 from allennlp.common import cached_transformers
+from transformers import LlamaTokenizer
 
 from tests.support.saved_tokenizers import FOLDER, KINDS, OUTPUTS, outputs
 
@@ -51,6 +52,16 @@ def test_tokens_that_a_call_adds_are_kept() -> None:
 def test_a_language_of_a_call_is_kept() -> None:
     tokenizer = cached_transformers.get_tokenizer(str(FOLDER / "MBart"), src_lang="de_DE")
     assert tokenizer.decode(tokenizer.encode("a b")).endswith("de_DE")
+
+
+def test_special_tokens_and_spaces_of_a_call_are_kept(tmp_path: Path) -> None:
+    vocabulary = {name: i for i, name in enumerate(["<unk>", "<s>", "</s>", "▁", "a", "▁a"])}
+    LlamaTokenizer(vocab=vocabulary, merges=[("▁", "a")]).save_pretrained(tmp_path)
+    settings: Dict[str, bool]
+    for settings in ({}, {"add_eos_token": True}, {"add_prefix_space": False}):
+        tokenizer = cached_transformers.get_tokenizer(str(tmp_path), **settings)
+        expected = LlamaTokenizer.from_pretrained(tmp_path, **settings)
+        assert tokenizer("a")["input_ids"] == expected("a")["input_ids"]
 
 
 def test_a_tokenizer_of_today_is_as_it_was_loaded(
