@@ -156,6 +156,7 @@ class Comparison:
         config = {**self._config, "trainer": {**self._config["trainer"], "checkpointer": None}}
         config.pop("evaluate_on_test", None)
         trainer = config["trainer"]
+        trainer.pop("resume", None)
         if not self._resolved.get("gradient_clipping"):
             trainer["grad_norm"] = True  # for the norm
         trainer["callbacks"] = self._comparable_callbacks(trainer.get("callbacks") or [])

@@ -82,6 +82,10 @@ class RecordingCallback(TrainerCallback):
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         trainer._num_epochs = 1
         trainer._should_validate_this_epoch = False
+        # At the end of the epoch, where some ask for its validation. All steps have been compared.
+        for schedule in (trainer._learning_rate_scheduler, trainer._momentum_scheduler):
+            if schedule is not None:
+                schedule.step = lambda metric=None: None
         # A list is all that a trainer needs.
         trainer.data_loader = self._batches(trainer)
         path = self._directory / "weights.th"

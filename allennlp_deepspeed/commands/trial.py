@@ -195,11 +195,14 @@ class Trial:
         trainer = self._config["trainer"]
         for key in ("validation_data_path", "test_data_path", "evaluate_on_test"):
             self._config.pop(key, None)
+        if "datasets_for_vocab_creation" in self._config:
+            self._config["datasets_for_vocab_creation"] = ["train"]
         for key in (
             "learning_rate_scheduler",
             "momentum_scheduler",
             "validation_metric",
             "patience",
+            "validate_every_num_batches",
         ):
             trainer.pop(key, None)
         trainer["checkpointer"] = None

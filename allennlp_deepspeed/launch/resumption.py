@@ -38,9 +38,10 @@ _FILES_OF_START = (
     "out_node*.log",
     "collectives_rank_*",
     "metrics.jsonl",
-    "metrics_epoch_*.json",
+    "metrics_e*.json",
     "nvme",
     "profile",
+    "wandb",
 )
 
 # Those of which only the recorded ones are removed: a user's have the same names.

@@ -87,7 +87,8 @@ def train(
         directory = SerializationDirectory(path, store)
         _resume_or_start(arguments, directory, stack)
         stack.enter_context(unmatched_patterns.named(params.as_dict(quiet=True)))
-        stack.enter_context(directory.recording_vocabulary())
+        if directory.is_leader:
+            stack.enter_context(directory.recording_vocabulary())
         shows = process is None or process.rank == 0
         # Reading the data of a vocabulary may take any time.
         with _raise_on_all_ranks(partial(collectives.wait_for_ranks, "directory is ready")):
