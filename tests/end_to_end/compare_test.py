@@ -75,7 +75,13 @@ CASES = {
     "the same, two workers": Case(
         "classifier",
         2,
-        {**TWO_WORKERS, "trainer.num_gradient_accumulation_steps": 2, "trainer.grad_norm": 0.2},
+        {
+            **TWO_WORKERS,
+            "trainer.num_gradient_accumulation_steps": 2,
+            "trainer.grad_norm": 0.2,
+            "trainer.learning_rate_scheduler": {"type": "reduce_on_plateau"},
+            "trainer.resume": "auto",
+        },
         lines=['trained with "gradient_descent" in 2 workers (DDP)'],
     ),
     "dropout": Case(

@@ -5,7 +5,7 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Type
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Type
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from allennlp_deepspeed.engine.optimizers import LionOptimizer
+from allennlp_deepspeed.engine.optimizers.muon import MuonOptimizer
 from allennlp_deepspeed.launch import train_command
 from tests.fixtures import components  # noqa: F401  # "record_steps"
 from tests.support.experiment import assert_same_weights, load_config
@@ -269,3 +270,16 @@ def test_a_moving_average_by_name_continues_when_resumed(
     assert_same_weights(
         *({n: torch.tensor(array) for n, array in each.items()} for each in (actual, expected))
     )
+
+
+def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    return MuonOptimizer.with_adamw(named, muon_parameters=["0"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("clipping", ["grad_norm", "grad_clipping"])
+def test_updates_of_muon_are_not_clipped(stage: int, clipping: str) -> None:
+    zero = {"reduce_scatter": False}
+    message = Side(Layers, batches, stage, zero=zero, optimizer=muon, **{clipping: 0.5}).refusal()
+    assert "would clip Muon's updates" in message
