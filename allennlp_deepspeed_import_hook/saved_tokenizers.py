@@ -63,7 +63,7 @@ def _restore(tokenizer: Any, model_name: str, kwargs: Dict[str, Any]) -> None:
     if _OF_SPECIAL_TOKENS & kwargs.keys():
         saved.post_processor = built.post_processor
     if "add_prefix_space" in kwargs:
-        saved.pre_tokenizer = built.pre_tokenizer
+        saved.pre_tokenizer, saved.decoder = built.pre_tokenizer, built.decoder
     parts = json.loads(saved.to_str())
     differing = [name for name, part in parts.items() if part != parts_of_built[name]]
     if differing:

@@ -67,6 +67,7 @@ class AttributeStates:
         self._objects = objects
         self._excluded = excluded
         self._before: Dict[str, Any] = {}
+        self._saved: Dict[str, Set[str]] = {}
         self._lost: Set[Path] = set()
         if not isinstance(objects, torch.nn.Module):
             self.start()
@@ -74,6 +75,8 @@ class AttributeStates:
     def start(self) -> None:
         """Records the attributes as unchanged."""
         self._before = self.fingerprints()
+        states = self._encode().states
+        self._saved = {name: set(filter(state.get, state)) for name, state in states.items()}
 
     def fingerprints(self) -> Dict[str, Dict[str, Any]]:
         """Returns what tells changed attributes from others, by object and attribute."""
@@ -92,7 +95,7 @@ class AttributeStates:
             # What its class has, such as a cached property, is computed when it is asked for.
             gone = [
                 key
-                for key in self._before.get(name, ())
+                for key in self._saved.get(name, ())
                 if not (hasattr(type(owner), key) or hasattr(owner, key))
             ]
             if gone:

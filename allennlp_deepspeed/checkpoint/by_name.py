@@ -364,14 +364,16 @@ def _keep_types(
     saved: Dict[int, Dict[str, Any]],
 ) -> None:
     """
-    Converts loaded states to the types that they were saved in. PyTorch's `load_state_dict` has
-    converted them to that of their parameter, also moments that an optimizer keeps in bf16.
+    Sets states that PyTorch's `load_state_dict` has converted to the type of their parameter, such
+    as moments that an optimizer keeps in another one.
     """
     for index, values in saved.items():
         for key, value in values.items():
             loaded = states.get(masters[index], {}).get(key)
-            if isinstance(loaded, torch.Tensor) and loaded.dim() and loaded.dtype != value.dtype:
-                states[masters[index]][key] = loaded.to(value.dtype)
+            # That of "step" depends on the kernel.
+            is_tensor = isinstance(loaded, torch.Tensor) and isinstance(value, torch.Tensor)
+            if is_tensor and key != "step" and loaded.dtype != value.dtype:
+                states[masters[index]][key] = value.to(loaded.device)
 
 
 def _read(tensor: torch.Tensor, shards: Shards, index: int, saved: StateFiles, kind: str) -> None:

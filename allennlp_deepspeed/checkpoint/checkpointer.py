@@ -27,6 +27,7 @@ from allennlp_deepspeed.checkpoint import (
 from allennlp_deepspeed.checkpoint.background_commit import BackgroundCommit
 from allennlp_deepspeed.checkpoint.checkpoint_directory import CheckpointDirectory, PointInTime
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitRecord
+from allennlp_deepspeed.checkpoint.schedule_unit import ScheduleUnit
 from allennlp_deepspeed.checkpoint.selection import (
     check_model,
     check_version,
@@ -514,10 +515,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         with optimizer.register_load_state_dict_pre_hook(keep_implementation):
             self._load_engine(trainer, path, record, trainer_state)
         _warn_of_other_steps(trainer_state["instances_per_step"], trainer.instances_per_step())
-        change = _convert_position(trainer_state, trainer.instances_per_step())
-        # Of DeepSpeed's own schedules.
-        if hasattr(trainer.engine.lr_scheduler, "last_batch_iteration"):
-            trainer.engine.lr_scheduler.last_batch_iteration += change
+        _convert_position(trainer_state, trainer.instances_per_step())
         steps = trainer_state["progress"]["batches_in_epoch_completed"]
         self._remember(PointInTime(point.epochs, steps))
         if trainer_state["best_weights"]["exist"]:
@@ -633,26 +631,31 @@ def _check_overridden(checkpointer_class: Type[DeepSpeedCheckpointer]) -> None:
         ) from None
 
 
-def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> int:
-    """
-    Converts the numbers of completed steps if the number of instances per step has changed. Returns
-    what is added to that of schedules.
-    """
+def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) -> None:
+    """Converts the numbers of completed steps if the number of instances per step has changed."""
+    instances_before = trainer_state["instances_per_step"]
+    if instances_per_step == instances_before:
+        return
 
     def converted(num_steps: int) -> int:
         # Rounded down, so that no instance is skipped.
-        return num_steps * trainer_state["instances_per_step"] // instances_per_step
+        return num_steps * instances_before // instances_per_step
 
     progress = trainer_state["progress"]
+    total, unit = progress["total_batches_completed"], progress["schedule_unit"]
+    progress["schedule_unit"] = ScheduleUnit(
+        instances=unit[0] if unit else instances_before,
+        instances_now=instances_per_step,
+        count=ScheduleUnit(*unit).steps(total) if unit else total,
+        global_step=total,
+    )
     before = progress["batches_in_epoch_completed"]
     now = progress["batches_in_epoch_completed"] = converted(before)
-    num_steps = progress["total_batches_completed"] + progress["schedule_offset"]
-    change = converted(num_steps) - num_steps
-    progress["schedule_offset"] += change
     epochs, steps = progress["validated_point"]
-    progress["validated_point"] = [epochs, converted(steps)]
+    # Where another step is rounded to this one, it wasn't validated.
+    is_validated = steps == before or converted(steps) != now
+    progress["validated_point"] = [epochs, converted(steps)] if is_validated else [0, 0]
     if now != before:
         # Read by `Progress`, and by `ResumeState` if the checkpoint was saved in a validation.
         progress["is_converted"] = True
         trainer_state["resume_state"].pop("train_metrics", None)  # some steps may be trained again
-    return change

@@ -326,9 +326,11 @@ def _tokenizer(
     name = str(transformer.config.name_or_path)
     config = read_config(serialization_dir).as_dict(quiet=True)
     kwargs = _tokenizer_kwargs(config, name)
-    reader = config.get("dataset_reader") or {}
+    reader = config.get("dataset_reader")
     try:
-        if reader.get("type") == "causal_lm":  # and the model is "from_archive"
+        if (
+            isinstance(reader, dict) and reader.get("type") == "causal_lm"
+        ):  # and the model is "from_archive"
             arguments = reader.get("tokenizer_kwargs") or {}
             return pretrained.load_tokenizer(reader["tokenizer"], arguments)
         return AutoTokenizer.from_pretrained(name, **kwargs)

@@ -195,7 +195,7 @@ class Trial:
         trainer = self._config["trainer"]
         for key in ("validation_data_path", "test_data_path", "evaluate_on_test"):
             self._config.pop(key, None)
-        if "datasets_for_vocab_creation" in self._config:
+        if self._config.get("datasets_for_vocab_creation"):
             self._config["datasets_for_vocab_creation"] = ["train"]
         for key in (
             "learning_rate_scheduler",

@@ -333,7 +333,10 @@ def _resolve_scheduler(
             and parameter.kind is not parameter.VAR_KEYWORD
             and name not in params
         )
-        if params.get(name) != AUTO and not is_required:
+        # One of DeepSpeed's schedules has a rate of its own instead of the optimizer's.
+        has_own_rate = name == "warmup_max_lr" and parameter.default is not None
+        is_filled = has_own_rate and name not in params and learning_rate is not None
+        if params.get(name) != AUTO and not (is_required or is_filled):
             continue
         path = f"scheduler.params.{name}"
         value, source = known.get(name, (None, ""))

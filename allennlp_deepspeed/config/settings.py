@@ -1,7 +1,7 @@
 """Collects the settings that DeepSpeed's configuration is filled from."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, List, Optional, Union
 
 import torch
 
@@ -31,7 +31,7 @@ class TrainerSettings(EngineKeys):
 
     optimizer : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP optimizer.
-    learning_rate : `float`, optional (default = `None`)
+    learning_rate : `Union[float, List[float]]`, optional (default = `None`)
         The learning rate of the AllenNLP optimizer.
     learning_rate_scheduler : `str`, optional (default = `None`)
         The registered name or the class name of the AllenNLP scheduler.
@@ -53,7 +53,7 @@ class TrainerSettings(EngineKeys):
     """
 
     optimizer: Optional[str] = None
-    learning_rate: Optional[float] = None
+    learning_rate: Union[float, List[float], None] = None
     learning_rate_scheduler: Optional[str] = None
     micro_batch_size: Optional[int] = None
     num_epochs: Optional[int] = None
@@ -131,7 +131,7 @@ class TrainerSettings(EngineKeys):
         return cls(
             **cls._keys(arguments),
             optimizer=None if optimizer is None else type(optimizer).__name__,
-            learning_rate=None if optimizer is None else optimizer.defaults.get("lr"),
+            learning_rate=None if optimizer is None else _learning_rate(optimizer),
             learning_rate_scheduler=None if scheduler is None else type(scheduler).__name__,
             num_epochs=arguments.get("num_epochs", 20),
             **others,
@@ -234,3 +234,9 @@ def _batch_size(data_loader: Any) -> Optional[int]:
     if batch_size is None and isinstance(sampler, dict):
         batch_size = sampler.get("batch_size")
     return fixed_size(batch_size)
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> Union[float, List[float], None]:
+    """Returns the learning rate of all groups, or that of each if they have different ones."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return optimizer.defaults.get("lr") if None in rates or len(set(rates)) < 2 else rates

@@ -39,7 +39,7 @@ class Phase(Enum):
     """What happens to gradients."""
 
     IDLE = auto()
-    """No micro-batch is running. Gradients may be accumulated locally for a later one."""
+    """No micro-batch is running. Those of the step may accumulate gradients for a later one."""
     ACCUMULATE = auto()
     """Each rank accumulates gradients locally. The micro-batch doesn't reduce."""
     DEFER = auto()
@@ -134,7 +134,12 @@ class GradientSynchronizer:
         # From BF16_Optimizer's own buffers too, where no gradient is ever missing.
         has_own_buffers = isinstance(engine.optimizer, BF16_Optimizer)
         self._reduces_all_at_once = self._stage == 0 or has_own_buffers
-        self._is_offloaded = engine.zero_cpu_offload() or engine.zero_nvme_offload_optimizer()
+        # Below stage 3 DeepSpeed offloads to the CPU also where the config says "nvme".
+        self._is_offloaded = (
+            engine.zero_cpu_offload()
+            or engine.zero_nvme_offload_optimizer()
+            or getattr(engine.optimizer, "cpu_offload", False)
+        )
         # DeepSpeed's Adam has one step count for all parameters of a group, the last one's.
         self._skips_unused = (
             engine.optimizer is engine.basic_optimizer
@@ -277,7 +282,8 @@ class GradientSynchronizer:
 
     def start_step(self) -> None:
         """
-        Starts an optimizer step. Every rank must call it before the step's micro-batches.
+        Starts an optimizer step without gradients. Every rank must call it before the step's
+        micro-batches.
 
         # Raises
 
@@ -289,6 +295,11 @@ class GradientSynchronizer:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = None
+        if self._accumulates_in_attribute:
+            for parameter in self._parameters:
+                parameter.grad_accum = None  # type: ignore[attr-defined]
+        if isinstance(self._optimizer, BF16_Optimizer):
+            self._optimizer.clear_hp_grads()
         self._sums.clear()
         self._has_deferred = self._has_reduced = self._has_gradients = False
 

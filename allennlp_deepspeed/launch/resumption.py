@@ -38,10 +38,10 @@ _FILES_OF_START = (
     "out_node*.log",
     "collectives_rank_*",
     "metrics.jsonl",
-    "metrics_e*.json",
+    "metrics_epoch_*.json",
+    "metrics_e[0-9]*_b[0-9]*.json",
     "nvme",
     "profile",
-    "wandb",
 )
 
 # Those of which only the recorded ones are removed: a user's have the same names.

@@ -2,6 +2,7 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, Optional
 
 from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
+from allennlp_deepspeed.checkpoint.schedule_unit import ScheduleUnit
 
 
 @dataclass
@@ -17,11 +18,8 @@ class Progress:
     epochs_completed: int = 0
     batches_in_epoch_completed: int = 0
     total_batches_completed: int = 0
-    schedule_offset: int = 0
-    """
-    What schedules count in addition to `total_batches_completed`: the steps before a checkpoint may
-    have had other sizes.
-    """
+    schedule_unit: Optional[ScheduleUnit] = None
+    """What schedules count, if steps have another size than those that the run began with."""
     start_after_epochs_completed: int = 0
     start_after_batches_in_epoch_completed: int = 0
     should_validate_this_epoch: bool = True
@@ -75,6 +73,10 @@ class Progress:
         """Returns whether that checkpoint includes the full epoch."""
         return self.epochs_completed < self.start_after_epochs_completed
 
+    def schedule_steps(self, global_step: int) -> int:
+        """Returns the number of steps that schedules count."""
+        return self.schedule_unit.steps(global_step) if self.schedule_unit else global_step
+
     def complete_step(self) -> None:
         self.batches_in_epoch_completed += 1
         self.total_batches_completed += 1
@@ -84,7 +86,7 @@ class Progress:
             "epochs_completed": self.epochs_completed,
             "batches_in_epoch_completed": self.batches_in_epoch_completed,
             "total_batches_completed": self.total_batches_completed,
-            "schedule_offset": self.schedule_offset,
+            "schedule_unit": self.schedule_unit and list(self.schedule_unit),
             "should_validate_this_epoch": self.should_validate_this_epoch,
             "has_dropped_batches": self.has_dropped_batches,
             "validated_point": list(self.validated_point),
@@ -99,7 +101,8 @@ class Progress:
         """
         self.start_after_epochs_completed = state_dict["epochs_completed"]
         self.start_after_batches_in_epoch_completed = state_dict["batches_in_epoch_completed"]
-        self.schedule_offset = state_dict["schedule_offset"]
+        unit = state_dict["schedule_unit"]
+        self.schedule_unit = None if unit is None else ScheduleUnit(*unit)
         self.has_dropped_batches = state_dict["has_dropped_batches"]
         self.validated_point = PointInTime(*state_dict["validated_point"])
         self.score_for_schedules = state_dict["score_for_schedules"]

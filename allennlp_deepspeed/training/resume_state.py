@@ -64,7 +64,8 @@ class ResumeState:
         # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
         self._is_validating = False
-        self._has_finished_steps = False
+        self.has_finished_steps = False
+        """Whether the steps of the current epoch are over."""
         # The argument of `load_state_dict`, until its point in time is reached.
         self._pending_state: Optional[Dict[str, Any]] = None
         # The same, if the checkpoint was saved during a validation, until that is restarted.
@@ -83,7 +84,7 @@ class ResumeState:
         read.
         """
         self._before_validation = None
-        self._is_validating = self._has_finished_steps = False
+        self._is_validating = self.has_finished_steps = False
         self._restore_if_reached()
         epoch = self._progress.epochs_completed
         if self._progress.is_fast_forwarding and epoch < len(self._epoch_starts):
@@ -152,7 +153,7 @@ class ResumeState:
             it was trained, since a subclass of the trainer may read them.
         """
         epoch = self._progress.epochs_completed
-        self._has_finished_steps = True
+        self.has_finished_steps = True
         if self._progress.is_fast_forwarding_epoch:
             self._validations.fast_forward(step=None)
             return {**next(iter(self._metrics[epoch : epoch + 1]), {}), **metrics}
@@ -173,7 +174,7 @@ class ResumeState:
 
     def start_validation(self) -> None:
         """Records the start of a validation. Must be called before its data are read."""
-        if self.saves_during_validation and not self._has_finished_steps:
+        if self.saves_during_validation and not self.has_finished_steps:
             # The trainer restores everything else.
             self._before_validation = copy.deepcopy(self._callback_states())
         self._validations.start()
@@ -181,8 +182,8 @@ class ResumeState:
     def finish_validation(self) -> None:
         """Must be called after a validation, unless it was interrupted."""
         epochs, steps = self._progress.point
-        self._validations.finish(None if self._has_finished_steps else steps)
-        if self._has_finished_steps:
+        self._validations.finish(None if self.has_finished_steps else steps)
+        if self.has_finished_steps:
             self._progress.validated_point = PointInTime(epochs + 1, 0)
 
     @property

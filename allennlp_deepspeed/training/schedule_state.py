@@ -1,5 +1,5 @@
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
@@ -10,7 +10,8 @@ from allennlp.training.scheduler import Scheduler
 from allennlp_deepspeed.checkpoint.trainer_protocol import Stateful
 
 # Attributes that AllenNLP's schedules compute from "num_epochs" and the data.
-_LENGTHS = ("total_steps", "num_epochs", "num_steps_per_epoch")
+_LENGTHS_IN_STEPS = {"total_steps", "num_steps_per_epoch"}
+_LENGTHS = {*_LENGTHS_IN_STEPS, "num_epochs"}
 
 # The entry of a `state_dict` with the states of the parts of a scheduler, by their paths.
 _PARTS = "parts of the scheduler"
@@ -81,14 +82,22 @@ def schedule_of(part: Stateful) -> Any:
     return part.schedule if isinstance(part, ScheduleState) else part
 
 
-def length_of(part: Stateful) -> Dict[str, Any]:
-    """Returns the length of a schedule that ends with the training."""
+def length_of(part: Stateful, unit: Optional[Sequence[int]]) -> Dict[str, Any]:
+    """
+    Returns the length of a schedule that ends with the training, in the steps that it counts: those
+    of a `ScheduleUnit`, if there is one.
+    """
     part = schedule_of(part)
     if not isinstance(part, Scheduler):
         return {}
     # A run that is resumed with more epochs uses the schedule of the new number, and not that of
     # the former, which has ended.
-    return {name: value for name, value in vars(part).items() if name in _LENGTHS}
+    lengths = {name: value for name, value in vars(part).items() if name in _LENGTHS}
+    for name in _LENGTHS_IN_STEPS & lengths.keys():
+        if unit is not None and lengths[name] is not None:
+            instances, instances_now, *_ = unit
+            lengths[name] = round(lengths[name] * instances_now / instances)
+    return lengths
 
 
 def step_by_validation(schedule: Optional[Scheduler], score: float) -> None:

@@ -342,7 +342,7 @@ class DeepSpeedTrainer(TrainerInterface):
         num_steps = self._progress.total_batches_completed + 1
         for schedule in (self._learning_rate_scheduler, self._momentum_scheduler):
             if schedule:
-                schedule.step_batch(num_steps + self._progress.schedule_offset)
+                schedule.step_batch(self._progress.schedule_steps(num_steps))
         grad_norm = self._gradient_step.update(num_steps)
 
         self._progress.complete_step()
@@ -545,14 +545,12 @@ class DeepSpeedTrainer(TrainerInterface):
                 "started without: remove the key, or start again in another serialization "
                 "directory."
             )
-        has_other_length = (
-            state.trainer_state["num_epochs"] != self._num_epochs
-            or state.trainer_state["instances_per_step"] != self.instances_per_step()
-        )
+        num_epochs = state.trainer_state["num_epochs"]
+        unit = state.trainer_state["progress"]["schedule_unit"]
         with keep_group_values(self.optimizer):
             for name, part in parts.items():
                 if name in state.trainer_state:
-                    length = length_of(part) if has_other_length else {}
+                    length = length_of(part, unit) if num_epochs != self._num_epochs else {}
                     part.load_state_dict(state.trainer_state[name])
                     for attribute, value in length.items():
                         setattr(schedule_of(part), attribute, value)

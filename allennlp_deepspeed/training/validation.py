@@ -154,8 +154,10 @@ class Validation:
         trainer = self._trainer
         resume_state, progress = trainer._resume_state, trainer._progress
         resume_state.start_validation()
-        trainer._metric_tracker.is_repeated = progress.validated_point == progress.point
-        progress.score_for_schedules = None
+        is_repeated = resume_state.has_finished_steps and progress.validated_point == progress.point
+        trainer._metric_tracker.is_repeated = is_repeated
+        if is_repeated:
+            progress.score_for_schedules = None
         trainer._distributed_metrics.collect()
         trainer._buffer_broadcast.find_buffers()
         self._loss.start()
@@ -214,7 +216,11 @@ class Validation:
         paused = trainer._step_metrics.paused_progress_bar()
         with restored_state(model), torch.no_grad(), paused:
             model.get_metrics(reset=True)
-            loss, reg_loss, num_batches = trainer._validation_loss(epoch)
+            try:
+                loss, reg_loss, num_batches = trainer._validation_loss(epoch)
+            finally:
+                # Modules that change parameters in `eval` change them back.
+                trainer._pytorch_model.train()
             validated = training_util.get_metrics(
                 model,
                 dist_reduce_sum(loss),
@@ -224,8 +230,6 @@ class Validation:
                 num_batches=dist_reduce_sum(num_batches),
                 reset=True,
             )
-            # Modules that change parameters in `eval` change them back.
-            trainer._pytorch_model.train()
         step = progress.batches_in_epoch_completed
         score = tracker.combined_score(validated)
         tracker.add_metrics(validated)

@@ -1,5 +1,6 @@
 """What training takes from a checkpoint, and what it leaves as it is now."""
 
+import copy
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
-from allennlp.common import Lazy, Params
+from allennlp.common import Params
 from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models import BasicClassifier, Model, MultiTaskModel
@@ -17,7 +18,7 @@ from allennlp.models.heads import Head
 from allennlp.modules import Backbone
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import ShouldValidateCallback, TrainerCallback
-from allennlp.training.learning_rate_schedulers import LinearWithWarmup
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.metrics import Average
 from torch import nn
 
@@ -27,6 +28,7 @@ from allennlp_deepspeed.checkpoint.commit_record import CheckpointError, CommitR
 from allennlp_deepspeed.checkpoint.export import export
 from allennlp_deepspeed.checkpoint.state_files import StateFiles
 from tests.fixtures.malicious import Malicious
+from tests.integration.attribute_states_test import WithSchedulers
 from tests.integration.trainer_test import Task
 from tests.support.experiment import StateDict, assert_same_weights, load_config
 from tests.support.side_by_side import Batches, Side
@@ -311,48 +313,64 @@ class Rates(TrainerCallback):
         self.rates.append(trainer.optimizer.param_groups[0]["lr"])
 
 
-# One worker has eight steps in an epoch, and two have four.
+SCHEDULES: Dict[str, Dict[str, Any]] = {
+    "linear_with_warmup": {"warmup_steps": 0},
+    "noam": {"model_size": 4, "warmup_steps": 6},
+    "slanted_triangular": {"cut_frac": 0.2},
+    "combined": {
+        "schedulers": [
+            [1, {"type": "polynomial_decay", "end_learning_rate": 0.2}],
+            [3, {"type": "linear_with_warmup", "warmup_steps": 2}],
+        ]
+    },
+}
+
+
+# One worker has eight steps in an epoch, and two have four, of the same data.
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
-@pytest.mark.parametrize("is_of_deepspeed", [False, True])
-def test_a_schedule_ends_with_the_training_of_another_number_of_workers(
-    tmp_path: Path, before: int, after: int, is_of_deepspeed: bool
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_with_another_number_of_workers(
+    tmp_path: Path, name: str, before: int, after: int
 ) -> None:
-    def rates(directory: Path, world_size: int, num_epochs: int = 4) -> List[float]:
-        schedule: Any = {
-            "learning_rate_scheduler": Lazy(
-                LinearWithWarmup, constructor_extras={"warmup_steps": 0}
-            )
-        }
-        if is_of_deepspeed:
-            section = {
-                "type": "WarmupDecayLR",
-                "params": {
-                    "total_num_steps": 32 // world_size,
-                    "warmup_num_steps": 1,
-                    "warmup_max_lr": 0.3,
-                },
-            }
-            schedule = {"deepspeed_config": {"scheduler": section}}
+    def rates(directory: Path, world_size: int) -> List[float]:
         directory.mkdir(exist_ok=True)
-        side = Side(
+        side = WithSchedulers(
             Remembering,
             lambda rank: (2 * vectors(rank))[: 8 // world_size],
             2,
             world_size,
-            num_epochs=num_epochs,
-            checkpointer=DeepSpeedCheckpointer(directory, keep_most_recent_by_count=None),
+            num_epochs=4,
+            checkpointer=DeepSpeedCheckpointer(
+                directory, save_every_num_batches=2, keep_most_recent_by_count=None
+            ),
             callbacks=lambda: [Rates()],
-            **schedule,
+            schedulers={
+                "learning_rate_scheduler": lambda optimizer: LearningRateScheduler.from_params(
+                    Params({"type": name, **copy.deepcopy(SCHEDULES[name])}),
+                    optimizer=optimizer,
+                    num_epochs=4,
+                    num_steps_per_epoch=8 // world_size,
+                )
+            },
         )
         return side.on_all_ranks(
             lambda trainer: (trainer.train(), trainer.callbacks[0].rates)[1], directory
         )[0]
 
-    rates(tmp_path / "resumed", before)
-    for name in ("checkpoint_e3_b0", "checkpoint_e4_b0"):
-        shutil.rmtree(tmp_path / "resumed" / name)
-    expected = rates(tmp_path / "uninterrupted", after)
-    assert rates(tmp_path / "resumed", after) == pytest.approx(expected[len(expected) // 2 :])
+    uninterrupted = rates(tmp_path, before)
+    last = f"checkpoint_e2_b{4 // before}"
+    for checkpoint in tmp_path.glob("checkpoint_*"):
+        if checkpoint.name > last:
+            shutil.rmtree(checkpoint)
+    resumed = rates(tmp_path, after)
+    # Half of the steps of two workers follow, or each rate twice, a step later.
+    rest = uninterrupted[len(uninterrupted) * 5 // 8 :]
+    if after == 2:
+        assert resumed == pytest.approx(rest[1::2])
+    else:
+        before_rest = uninterrupted[len(uninterrupted) * 5 // 8 - 1]
+        steps = [before_rest, *rest]
+        assert resumed == pytest.approx([steps[(i + 1) // 2] for i in range(len(resumed))])
 
 
 class Identity(Backbone):

@@ -258,8 +258,12 @@ def test_a_loss_that_is_a_number_is_refused() -> None:
 class GoesBackward(TrainerCallback):
     """Outside of steps, and leaves the gradients."""
 
+    def __init__(self, through: str) -> None:
+        super().__init__("")
+        self.through = through
+
     def on_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        trainer.model(x=torch.ones(2, 4))["loss"].backward()
+        getattr(trainer, self.through)(x=torch.ones(2, 4))["loss"].backward()
 
     def on_epoch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self.on_start(trainer)
@@ -271,23 +275,68 @@ def has_gradients() -> Plain:
     return model
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage, world_size", [(0, 1), (1, 2), (2, 2), (3, 2)])
+# Summed in fp32.
+IN_BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
 @pytest.mark.parametrize(
-    "model, callback",
-    [(Plain, lambda: [GoesBackward("")]), (has_gradients, list)],
-    ids=["in a callback", "before construction"],
+    "stage, world_size, config",
+    [(0, 1, {}), (1, 2, {}), (2, 2, {}), (3, 2, {}), (1, 1, IN_BF16), (2, 1, IN_BF16)],
 )
+@pytest.mark.parametrize("where", ["model", "engine", "before construction"])
 def test_gradients_of_other_backward_passes_are_cleared(
-    model: Any, callback: Any, stage: int, world_size: int, precision: str
+    where: str, stage: int, world_size: int, config: Dict[str, Any]
 ) -> None:
-    config = {"bf16": {"enabled": True}} if precision == "bf16" and stage > 0 else {}
+    model, callbacks = Plain, lambda: [GoesBackward(where)]
+    if where == "before construction":
+        model, callbacks = has_gradients, list  # type: ignore[assignment]
     sides = [
         Side(m, batches, stage, world_size, callbacks=c, deepspeed_config=config)
-        for m, c in ((model, callback), (Plain, list))
+        for m, c in ((model, callbacks), (Plain, list))
     ]
     actual, expected = (side.train() for side in sides)
     assert_same_weights(actual, expected, tolerance=0)
+
+
+class SecondOnce(Plain):
+    """Uses its second layer in the first pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.nn.Linear(4, 4)
+        self.num_passes = 0
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        self.num_passes += 1
+        return super().forward(self.second(x) if self.num_passes == 1 else x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_an_offloaded_gradient_is_of_its_step_alone(device: str) -> None:
+    zero = {"offload_optimizer": {"device": device}}
+    expected = Side(SecondOnce, batches).train()
+    assert_same_weights(Side(SecondOnce, batches, 2, zero=zero).train(), expected)
+
+
+def test_each_group_is_warmed_up_to_its_own_rate() -> None:
+    side = Side(
+        Plain,
+        batches,
+        2,
+        optimizer=lambda parameters: torch.optim.SGD(
+            [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.01))]
+        ),
+        deepspeed_config={
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_num_steps": 2, "warmup_max_lr": "auto"},
+            }
+        },
+    )
+    (rates,) = side.on_all_ranks(
+        lambda trainer: (trainer.train(), [g["lr"] for g in trainer.optimizer.param_groups])[1]
+    )
+    assert rates == pytest.approx([0.1, 0.01])
 
 
 class Merging(Plain):

@@ -456,6 +456,13 @@ class TestAPastedConfiguration:
         assert str(engine_config.zero_config.offload_param.nvme_path) == "out/nvme"
         assert engine_config.zero_config.reduce_bucket_size == 5e8
 
+    def test_a_schedule_has_the_rate_of_the_optimizer(self):
+        section = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}}
+        resolved = resolve(
+            {"scheduler": section}, **{**HUGGING_FACE_SETTINGS, "learning_rate": 2e-5}
+        )
+        assert EngineConfig(resolved.engine_config).scheduler_params["warmup_max_lr"] == 2e-5
+
     def test_what_was_filled_is_logged(self, caplog):
         with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
             resolve("zero_2", use_amp=True, num_gradient_accumulation_steps=4)

@@ -36,8 +36,7 @@ def leave(directory: Path, *names: str) -> None:
         (["config.json"], False, []),
         (["config.json", "vocabulary/tokens.txt", "out_worker0.log", "best.th"], False, []),
         (["config.json", "vocabulary/.transformer/config.json"], False, []),
-        # Of a validation within the epoch, and of AllenNLP's "wandb".
-        (["config.json", "metrics_e0_b2.json", "wandb/run-1/files/config.yaml"], False, []),
+        (["config.json", "metrics_e0_b2.json"], False, []),
         (
             ["config.json", "vocabulary/tokens.txt", "checkpoint_e1_b0/commit.json"],
             True,
