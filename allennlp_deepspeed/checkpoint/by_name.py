@@ -371,8 +371,9 @@ def _keep_types(
         for key, value in values.items():
             loaded = states.get(masters[index], {}).get(key)
             # That of "step" depends on the kernel.
-            is_tensor = isinstance(loaded, torch.Tensor) and isinstance(value, torch.Tensor)
-            if is_tensor and key != "step" and loaded.dtype != value.dtype:
+            if key == "step" or not isinstance(loaded, torch.Tensor):
+                continue
+            if isinstance(value, torch.Tensor) and loaded.dtype != value.dtype:
                 states[masters[index]][key] = value.to(loaded.device)
 
 

@@ -646,7 +646,7 @@ def _convert_position(trainer_state: Dict[str, Any], instances_per_step: int) ->
     progress["schedule_unit"] = ScheduleUnit(
         instances=unit[0] if unit else instances_before,
         instances_now=instances_per_step,
-        count=ScheduleUnit(*unit).steps(total) if unit else total,
+        num_before=ScheduleUnit(*unit).steps(total) if unit else total,
         global_step=total,
     )
     before = progress["batches_in_epoch_completed"]

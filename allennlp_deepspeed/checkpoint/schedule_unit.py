@@ -13,7 +13,7 @@ class ScheduleUnit(NamedTuple):
         In such a step.
     instances_now : `int`
         In a step of this run.
-    count : `int`
+    num_before : `int`
         The number of such steps before the change.
     global_step : `int`
         The number of steps before the change.
@@ -21,10 +21,10 @@ class ScheduleUnit(NamedTuple):
 
     instances: int
     instances_now: int
-    count: int
+    num_before: int
     global_step: int
 
     def steps(self, global_step: int) -> int:
         """Returns the number of such steps, rounded down."""
         new = (global_step - self.global_step) * self.instances_now // self.instances
-        return self.count + new
+        return self.num_before + new

@@ -238,5 +238,7 @@ def _batch_size(data_loader: Any) -> Optional[int]:
 
 def _learning_rate(optimizer: torch.optim.Optimizer) -> Union[float, List[float], None]:
     """Returns the learning rate of all groups, or that of each if they have different ones."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return optimizer.defaults.get("lr") if None in rates or len(set(rates)) < 2 else rates
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
+    has_all = len(rates) == len(optimizer.param_groups) and len(set(rates)) > 1
+    rate: Optional[float] = optimizer.defaults.get("lr")
+    return rates if has_all else rate
