@@ -67,7 +67,6 @@ class AttributeStates:
         self._objects = objects
         self._excluded = excluded
         self._before: Dict[str, Any] = {}
-        self._saved: Dict[str, Set[str]] = {}
         self._lost: Set[Path] = set()
         if not isinstance(objects, torch.nn.Module):
             self.start()
@@ -75,8 +74,6 @@ class AttributeStates:
     def start(self) -> None:
         """Records the attributes as unchanged."""
         self._before = self.fingerprints()
-        states = self._encode().states
-        self._saved = {name: set(filter(state.get, state)) for name, state in states.items()}
 
     def fingerprints(self) -> Dict[str, Dict[str, Any]]:
         """Returns what tells changed attributes from others, by object and attribute."""
@@ -87,19 +84,9 @@ class AttributeStates:
 
     def state_dict(self) -> Dict[str, State]:
         """
-        Returns copies of what has changed, and `None` for what is gone. Warns of what can't be
-        saved, once.
+        Returns copies of what has changed. Warns of what can't be saved, once.
         """
         changes = _Changes(self._encode().states, self._before)
-        for name, owner in self._owners().items():
-            # What its class has, such as a cached property, is computed when it is asked for.
-            gone = [
-                key
-                for key in self._saved.get(name, ())
-                if not (hasattr(type(owner), key) or hasattr(owner, key))
-            ]
-            if gone:
-                changes.states.setdefault(name, {}).update(dict.fromkeys(gone))
         lost = [p for p in changes.lost if p not in self._lost and self._is_lost(p)]
         self._lost.update(lost)
         if lost and self._before:
@@ -301,12 +288,8 @@ class _Loading:
             if owner is None:
                 continue
             for key, node in state.items():
-                if node is None:
-                    if hasattr(owner, key):
-                        delattr(owner, key)
-                    continue
                 value = self._decode(node, getattr(owner, key, None), (name, key))
-                if "buffer" in node:  # which `forward` may register
+                if node is not None and "buffer" in node:  # which `forward` may register
                     owner.register_buffer(key, value, persistent=False)
                 else:
                     setattr(owner, key, value)

@@ -334,7 +334,6 @@ class OfPython(Model):
         self.torch_generator = torch.Generator().manual_seed(rank)
         self.teacher = [copy.deepcopy(self.layer).requires_grad_(False)]
         self.hidden = torch.zeros(1)
-        self.is_new = True
 
     def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
         (teacher,) = self.teacher
@@ -359,9 +358,6 @@ class OfPython(Model):
             + torch.rand(1, generator=self.torch_generator)
         )
         self.hidden = self.hidden.detach() * 0.5 + outputs.mean()
-        if hasattr(self, "is_new"):
-            scale = 2 * scale
-            del self.is_new
         return {"loss": ((outputs - teacher(inputs) - 1).square().mean() + self.hidden) * scale}
 
 
