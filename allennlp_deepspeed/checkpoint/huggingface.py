@@ -328,9 +328,8 @@ def _tokenizer(
     kwargs = _tokenizer_kwargs(config, name)
     reader = config.get("dataset_reader")
     try:
-        if (
-            isinstance(reader, dict) and reader.get("type") == "causal_lm"
-        ):  # and the model is "from_archive"
+        # Of a model "from_archive", whose training saves no tokenizer.
+        if isinstance(reader, dict) and reader.get("type") == "causal_lm":
             arguments = reader.get("tokenizer_kwargs") or {}
             return pretrained.load_tokenizer(reader["tokenizer"], arguments)
         return AutoTokenizer.from_pretrained(name, **kwargs)

@@ -206,6 +206,10 @@ class StepExtensions:
         self._classes = classes
         self._values = {key: arguments[key] for key in classes}
         self._extensions: List[StepExtension] = []
+        self.key_of_passes = next(
+            (k for k, each in classes.items() if each.train_on is not StepExtension.train_on), None
+        )
+        """The key of the one that runs forward and backward itself, if there is one."""
         self._has_loss_of_all_ranks = False
         self.divides_batches = any(each.divides_batches for each in classes.values())
         """Whether micro-batches are parts of one batch."""

@@ -232,12 +232,11 @@ def _log_writers(trainer: Any, arguments: TrainerArguments) -> LogWriters:
 
 
 def _step_context(trainer: Any, arguments: TrainerArguments) -> StepContext:
-    module = type(trainer).batch_outputs.__module__
-    if arguments.grad_cache is not None and module.partition(".")[0] != "allennlp_deepspeed":
+    key, module = trainer._extensions.key_of_passes, type(trainer).batch_outputs.__module__
+    if key is not None and module.partition(".")[0] != "allennlp_deepspeed":
         raise ConfigurationError(
-            f"{type(trainer).__name__} overrides 'batch_outputs', but with 'trainer.grad_cache' "
-            "the loss is that of the model's `contrastive_loss`: override that, or remove "
-            "'trainer.grad_cache'."
+            f"{type(trainer).__name__} overrides 'batch_outputs', but 'trainer.{key}' trains "
+            f"without it: change the loss in the model instead, or remove 'trainer.{key}'."
         )
     context = StepContext(
         trainer.model,
