@@ -52,7 +52,7 @@ def prepare(serialization_dir: str, worker: str = "", is_shown: bool = True) -> 
 def errors_of_threads(is_last: bool) -> Iterator[None]:
     """
     Context manager in which threads that end because the disk is full, such as those of
-    TensorBoard's writers, are reported in a line.
+    TensorBoard's writers, are reported in a line. What is still to be written is lost.
 
     # Parameters
 
@@ -70,6 +70,7 @@ def errors_of_threads(is_last: bool) -> Iterator[None]:
             report(args)
         else:
             logger.warning("A thread ended with %r", args.exc_value)
+        _discard_events(args.thread)
 
     threading.excepthook = report_briefly
     try:
@@ -80,6 +81,17 @@ def errors_of_threads(is_last: bool) -> Iterator[None]:
     finally:
         if not has_failed:
             threading.excepthook = report
+
+
+def _discard_events(thread: Any) -> None:
+    """
+    Takes events from the queue of a writer of tensorboardX, in its thread and instead of it, until
+    the writer is closed. Nothing else does, and who adds an event to a full queue waits forever.
+    """
+    writer = sys.modules.get("tensorboardX.event_file_writer")
+    if writer is not None and isinstance(thread, writer._EventLoggerThread):
+        while type(thread._queue.get()) is not type(thread._shutdown_signal):
+            pass
 
 
 def log_files() -> List[logging.FileHandler]:

@@ -189,3 +189,15 @@ def test_a_full_disk_is_one_message(
     train(config, small_disk, "--recover", environment={"HAS_SPACE": "1"}).check()
     weights = experiments.run(plain).weights()
     assert_same_weights(Result(small_disk / "out").weights(), weights, tolerance=0)
+
+
+def test_training_does_not_wait_for_a_writer_of_tensorboard_that_has_ended(small_disk: Path):
+    # A writer holds 8 kB before it writes, so that steps have to follow upon its end.
+    plain = deepspeed(load_config("tagger", {"data_loader.batch_size": 1}), 2)
+    callbacks = [
+        {"type": "tensorboard", "summary_interval": 1},
+        {"type": "fill_disk", "point": "step 2 of epoch 0", "num_left": 0},
+    ]
+    config = {**plain, "trainer": {**plain["trainer"], "callbacks": callbacks}}
+    run = train(config, small_disk)
+    assert run.returncode == 1 and os.strerror(errno.ENOSPC) in run.output
