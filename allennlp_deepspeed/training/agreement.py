@@ -72,6 +72,10 @@ class Agreement:
         self._find_device = find_device
         self._owners: Dict[str, Tuple[Callable[[], Any], Callable[[Any], Any]]] = {}
 
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Agreement":
+        # The ranks are the same for a copy of the metric tracker, and the owners are the trainer's.
+        return self
+
     def own(self, name: str, read: Callable[[], Any], take: Callable[[Any], Any]) -> None:
         """
         Adds the owner of an entry.

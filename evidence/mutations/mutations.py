@@ -160,7 +160,7 @@ _CHOSEN = [
         "training/gradient_step.py",
         'for group in optimizer.param_groups for p in group["params"]',
         'for group in optimizer.param_groups[:1] for p in group["params"]',
-        (_CROSS + "[2-1020]",),
+        (_CROSS + "[3-1034]",),
     ),
     Mutation(
         "engine/lifecycle/loss_scaling.py",
@@ -239,7 +239,7 @@ _CHOSEN = [
         (
             "faults/bad_files_test.py::"
             "test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered"
-            "[0-model states-flip-True]",
+            "[0-engine-flip-True]",
         ),
     ),
     Mutation(

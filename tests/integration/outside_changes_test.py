@@ -31,7 +31,8 @@ from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import CPU, Batches, Side, state_arrays
 from tests.support.workers import run_workers
 
-DIM, NUM_TOKENS = 4, 17
+# An odd number of elements, so that shards are padded.
+DIM, NUM_TOKENS = 5, 17
 
 SHARDED = "1-1 1-2 2-1 3-1 3-2"  # ZeRO stages, each with a number of workers
 
@@ -437,7 +438,7 @@ def one_parameter(model: Any) -> None:
 
 
 def split_columns(model: Any) -> None:
-    left, right = torch.randn(DIM, DIM).chunk(2, dim=1)
+    left, right = torch.randn(DIM, 2 * DIM).chunk(2, dim=1)
     model.left, model.right = nn.Parameter(left), nn.Parameter(right)
     model.penalty = lambda model, x: (model.left - model.right).pow(2).sum()
 
@@ -649,13 +650,13 @@ def of_a_view(view: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Mode
 VIEWS: Dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "column": lambda rows: rows[:, 1],
     "slice": lambda rows: rows[0, :3],
-    "repeated": lambda rows: rows[0].expand(3, 4),
-    "repeated column": lambda rows: rows.T[:, :1].expand(4, 4),
+    "repeated": lambda rows: rows[0].expand(3, DIM),
+    "repeated column": lambda rows: rows.T[:, :1].expand(DIM, DIM),
 }
 
 
 def repeated_on_rank_0(rows: torch.Tensor) -> torch.Tensor:
-    repeated = rows[0].expand(3, 4)
+    repeated = rows[0].expand(3, DIM)
     return repeated if dist.get_rank() == 0 else repeated.clone().contiguous()
 
 

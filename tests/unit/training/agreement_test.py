@@ -1,10 +1,13 @@
 """What the ranks tell each other, and what must not change."""
 
+from copy import deepcopy
+from threading import Lock
 from typing import Any, List
 
 import torch
 
 from allennlp_deepspeed.training.agreement import AFTER_STEPS, RECORD, SAME, Agreement
+from allennlp_deepspeed.training.metric_tracker import AgreedMetricTracker
 from tests.support.communication import CommunicationCounter
 from tests.support.workers import run_workers
 
@@ -41,3 +44,15 @@ def test_owners_take_in_the_order_of_the_record() -> None:
     agreement.exchange(*AFTER_STEPS)
     assert tuple(taken) == AFTER_STEPS
     assert taken[:2] == ["steps_since_nan", "non_finite_gradients"]  # the cause of the others
+
+
+def test_a_copied_metric_tracker_agrees_with_the_same_ranks() -> None:
+    def work(rank: int) -> Any:
+        agreement = Agreement(lambda: torch.device("cpu"))
+        agreement.own("signal", Lock().locked, lambda agreed: None)  # can't be copied
+        tracker = AgreedMetricTracker("+accuracy", None, agreement.exchange)
+        copied = deepcopy(tracker)
+        copied.add_metrics({"accuracy": 0.5 + rank})
+        return [each.state_dict()["best_so_far"] for each in (tracker, copied)]
+
+    assert run_workers(2, work) == [[None, 0.5]] * 2
