@@ -81,8 +81,9 @@ class ReleasedParameter(torch.nn.Parameter):
         cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         attribute = function.__self__ if isinstance(function, MethodWrapperType) else None
-        if attribute is _SHAPE:  # which DeepSpeed reads of each parameter when it releases it
-            return internals.full_shape(args[0])
+        if attribute is _SHAPE:
+            # DeepSpeed reads it of each parameter when it releases it, and has set this then.
+            return args[0].ds_shape
         if function in _SHAPES or attribute in _SHAPES:
             args, kwargs = tree_map_only(ReleasedParameter, _without_memory, (args, kwargs))
         elif not _is_about_metadata(function):
