@@ -5,7 +5,7 @@ import pytest
 from evidence.studies import calls
 
 
-@pytest.mark.parametrize("stage, limit", [(0, 1.02), (2, 1.053), (3, 1.053)])
+@pytest.mark.parametrize("stage, limit", [(0, 1.02), (2, 1.05), (3, 1.05)])
 def test_a_step_has_hardly_more_calls_and_operators_than_the_bare_loop(
     stage: int, limit: float
 ) -> None:
