@@ -152,11 +152,14 @@ def _agree_on_start_number(store: dist.Store, rank: int, world_size: int, timeou
     if rank == 0:
         number: int = store.add("starts", 1)
         _answer_questions(store, number, world_size, timeout)
+        store.set(f"complete/{number}", "")
         return number
     question = uuid.uuid4().hex
     store.set(f"question/{rank}", question)
     number = int(store.get(f"answer/{question}"))
     store.set(f"joined/{number}/{rank}", "")
+    # A group waits as long as a collective may take, which can be less than a node has to come.
+    store.get(f"complete/{number}")
     return number
 
 

@@ -1,6 +1,7 @@
 """Hosts that don't find each other, or would train something else, are told before they train."""
 
 import signal
+import time
 from pathlib import Path
 from typing import Any, List
 
@@ -40,6 +41,16 @@ def test_nodes_that_do_not_come_are_missed(two_hosts: Hosts, tmp_path: Path):
     [run] = wait_for_all(start(two_hosts, tmp_path, experiment(two_hosts), ranks=[0]), 60)
     assert "within 6 s ('distributed.rendezvous_timeout')" in message(run)
     assert "ranks 1 are missing" in message(run)
+
+
+def test_a_node_may_come_later_than_a_collective_may_take(two_hosts: Hosts, tmp_path: Path):
+    times = {"cuda_devices": [-1, -1], "timeout": 4, "rendezvous_timeout": 60}
+    config = experiment(two_hosts, **times)
+    commands = start(two_hosts, tmp_path, config, ranks=[0])
+    time.sleep(12)
+    commands += start(two_hosts, tmp_path, config, ranks=[1])
+    for run in wait_for_all(commands, 60):
+        run.check()
 
 
 def test_an_address_where_nobody_answers_is_named(two_hosts: Hosts, tmp_path: Path):
