@@ -32,8 +32,8 @@ class RecoveryPhase(NamedTuple):
 
 
 RECOVERY_PHASES: Dict[str, RecoveryPhase] = {
-    "clean_up": RecoveryPhase([0], 8),  # of the files of a checkpoint that was not committed
-    "load": RecoveryPhase([0, 1], 2),  # of the files that DeepSpeed reads
+    "clean_up": RecoveryPhase([0], 7),  # of the files of a checkpoint that was not committed
+    "load": RecoveryPhase([0, 1], 2),  # of the files with states
     "catching_up": RecoveryPhase([0, 1], 2),
 }
 
