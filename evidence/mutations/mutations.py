@@ -380,6 +380,7 @@ _TESTS_OF_DRAWN: Dict[str, Tuple[str, ...]] = {
         "integration/recovery_test.py::test_a_training_state_of_another_version_is_refused",
         "faults/bad_files_test.py::"
         "test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered",
+        "faults/bad_files_test.py::test_one_process_resumes_from_the_previous_checkpoint",
         "faults/bad_files_test.py::test_without_an_older_checkpoint_none_is_offered",
         "hosts/own_directories_test.py",
     ),

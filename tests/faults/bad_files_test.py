@@ -17,6 +17,7 @@ from tests.faults.trial import Kill, References, differences, run_trial
 from tests.support.command import Run, allennlp
 from tests.support.experiment import (
     INCLUDED,
+    ONE_PROCESS,
     TWO_WORKERS,
     Config,
     Experiments,
@@ -30,10 +31,10 @@ OLDER, NEWEST = "checkpoint_e1_b2", "checkpoint_e1_b4"
 KEEP_ALL = {"save_every_num_batches": 2, "keep_most_recent_by_count": None}
 
 
-def experiment(stage: int, **changes: Any) -> Config:
+def experiment(stage: int, workers: Config = TWO_WORKERS, **changes: Any) -> Config:
     changes = {"trainer.checkpointer": KEEP_ALL, "model.encoder.num_layers": 2, **changes}
     return deepspeed(
-        load_config("tagger", TWO_WORKERS, {"model.encoder.dropout": 0.2, **changes}), stage
+        load_config("tagger", workers, {"model.encoder.dropout": 0.2, **changes}), stage
     )
 
 
@@ -176,6 +177,17 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(
     assert differences(result, reference) == []
     assert (result.serialization_dir / f"{NEWEST}.corrupt").is_dir()
     assert is_whole(newest)  # the one that was saved after the recovery
+
+
+def test_one_process_resumes_from_the_previous_checkpoint(experiments: Experiments, tmp_path: Path):
+    config = experiment(0, ONE_PROCESS)
+    config["trainer"]["checkpointer"] = {**KEEP_ALL, "on_corrupt": "previous"}
+    reference = experiments.run(config)
+    result = interrupted(reference, tmp_path)
+    delete(result.serialization_dir / NEWEST / "state_w0.safetensors", Random())
+    recover(result, config).check()
+    assert differences(result, reference) == []
+    assert (result.serialization_dir / f"{NEWEST}.corrupt").is_dir()
 
 
 def test_without_an_older_checkpoint_none_is_offered(experiments: Experiments, tmp_path: Path):

@@ -483,3 +483,26 @@ class TestAPastedConfiguration:
         with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
             resolve({"train_batch_size": 16, **config}, world_size=2)
         assert f"deepspeed_config.{line} (from train_batch_size)" in caplog.text
+
+    @pytest.mark.parametrize(
+        "line", ["gradient_accumulation_steps = 1 ", "gradient_clipping = 0.0 "]
+    )
+    def test_defaults_are_logged_unless_a_key_is_given(self, line, caplog):
+        with caplog.at_level(logging.INFO, logger="allennlp_deepspeed"):
+            resolve("zero_2")
+            assert f"deepspeed_config.{line}" in caplog.text
+            caplog.clear()
+            resolve("zero_2", num_gradient_accumulation_steps=2, grad_norm=1.0)
+        assert f"deepspeed_config.{line}" not in caplog.text
+
+
+def test_two_numbers_are_betas():
+    optimizer = {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.95]}}
+    resolved = resolve({"optimizer": optimizer})
+    assert EngineConfig(resolved.engine_config).optimizer_params["betas"] == [0.9, 0.95]
+
+
+def test_a_dumped_state_is_logged():
+    assert "log_level" not in resolve("zero_2").engine_config
+    assert resolve({"dump_state": True}).engine_config["log_level"] == "info"
+    assert resolve({"dump_state": True, "log_level": "debug"}).engine_config["log_level"] == "debug"
