@@ -84,6 +84,16 @@ def test_a_host_that_is_gone_is_missed(
         assert second.returncode == 1 and not second.timed_out
 
 
+def test_a_host_that_is_gone_before_it_trains_is_missed(two_hosts: Hosts, tmp_path: Path):
+    config = endless(two_hosts)
+    config["dataset_reader"].update(type="slow_reader", host="host-1", seconds=300)
+    commands = start(two_hosts, tmp_path, config)
+    commands[0].wait_until_it_prints("done creating vocab")
+    kill(two_hosts, commands)
+    first, _ = wait_for_all(commands, TIME_LIMIT)
+    assert "Rank 1 has shown no sign of life for 4 s" in message(first)
+
+
 def test_the_host_of_the_store_is_missed(two_hosts: Hosts, tmp_path: Path):
     commands = start_training(two_hosts, tmp_path, endless(two_hosts))
     commands[0].signal(signal.SIGKILL)

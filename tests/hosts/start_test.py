@@ -43,9 +43,12 @@ def test_nodes_that_do_not_come_are_missed(two_hosts: Hosts, tmp_path: Path):
     assert "ranks 1 are missing" in message(run)
 
 
-def test_a_node_may_come_later_than_a_collective_may_take(two_hosts: Hosts, tmp_path: Path):
+def test_a_node_may_come_and_read_for_longer_than_a_collective_may_take(
+    two_hosts: Hosts, tmp_path: Path
+):
     times = {"cuda_devices": [-1, -1], "timeout": 4, "rendezvous_timeout": 60}
     config = experiment(two_hosts, **times)
+    config["dataset_reader"].update(type="slow_reader", host="host-1", seconds=8)
     commands = start(two_hosts, tmp_path, config, ranks=[0])
     time.sleep(12)
     commands += start(two_hosts, tmp_path, config, ranks=[1])

@@ -144,8 +144,8 @@ def all_gather_object(value: T) -> List[T]:
 
 def wait_for_ranks(name: str, problem: Optional[str] = None) -> List[str]:
     """
-    Waits for all ranks, without a time limit, and returns their problems, as `gather_problems`.
-    Every rank must call it once with each name.
+    Waits for all ranks that live, without a time limit, and returns their problems, as
+    `gather_problems`. Every rank must call it once with each name.
 
     The ranks meet in the store of the process group. In a collective, NCCL would compute on each
     waiting GPU all the time, and a group's first collective has the time limit of the store.
@@ -160,16 +160,19 @@ def wait_for_ranks(name: str, problem: Optional[str] = None) -> List[str]:
     # Raises
 
     `PeerFailed`
-        If another rank reports a failure in the meantime.
+        If another rank reports a failure in the meantime, or has been killed with its node.
     """
     problems = [problem]
     if world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{name}/{dist.get_rank()}", json.dumps(problem))
         keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
-        for key in keys:
+        timeout = dist.distributed_c10d.default_pg_timeout
+        signs_of_life = worker_failure.SignsOfLife(timeout.total_seconds())
+        for rank, key in enumerate(keys):
             while not store.check([key]):
                 worker_failure.raise_if_peer_failed()
+                signs_of_life.check(rank)
                 time.sleep(_POLL_SECONDS)
         problems = [json.loads(store.get(key)) for key in keys]
     return _distinct(problems)

@@ -54,6 +54,9 @@ _KEY = "allennlp_deepspeed/failure"
 # The store's key that a rank which has failed sets before it exits.
 _ENDED = "allennlp_deepspeed/ended"
 
+# The store's keys in which ranks of several nodes count the looks of `end_with_others`.
+_LOOKS = "allennlp_deepspeed/looks/{}"
+
 # The maximum number of lines of a traceback on the console.
 _MOST_LINES = 30
 
@@ -281,6 +284,7 @@ def end_with_others(store: dist.Store) -> None:
     """
     with suppress(dist.DistError):  # the store has ended
         while not store.check([_ENDED]):
+            store.add(_LOOKS.format(os.environ["RANK"]), 1)
             if _has_ended.wait(_SECONDS_BETWEEN_LOOKS):
                 return
         if _reporter is not None and store.check([_KEY]):
@@ -315,6 +319,36 @@ def raise_if_peer_failed() -> None:
     store = None if _reporter is None else _reporter.store
     if store is not None and store.check([_KEY]):
         raise PeerFailed("Another rank has failed.")
+
+
+class SignsOfLife:
+    """
+    Notices that a rank of another node has been killed with its node, which reports nothing.
+
+    # Parameters
+
+    timeout : `float`, required.
+        In seconds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._rank, self._num_looks, self._since = -1, 0, 0.0
+
+    def check(self, rank: int) -> None:
+        """Raises `PeerFailed` if `end_with_others` doesn't run in the rank any more."""
+        key = _LOOKS.format(rank)
+        store = None if _reporter is None else _reporter.store
+        if store is None or not store.check([key]):  # there is one node
+            return
+        latest = (rank, store.add(key, 0))
+        if latest != (self._rank, self._num_looks):
+            (self._rank, self._num_looks), self._since = latest, time.monotonic()
+        elif time.monotonic() - self._since > self._timeout:
+            raise PeerFailed(
+                f"Rank {rank} has shown no sign of life for {self._timeout:g} s "
+                "('distributed.timeout'). Its node may have been killed, or cut off."
+            )
 
 
 def report(error: BaseException, step: Optional[int] = None) -> Optional[Failure]:
