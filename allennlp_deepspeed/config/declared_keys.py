@@ -486,7 +486,8 @@ class DistributedKeys:
         _Seconds,
         Key(
             "The number of seconds that a collective of gloo or NCCL waits for the other "
-            "ranks before training ends with an error.",
+            "ranks before training ends with an error. Where ranks wait for one that reads data or "
+            "archives, it is the time without a heartbeat, at least 30 seconds.",
             advice="must be a number of seconds above 0",
         ),
     ] = 600

@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Iterator, List
 
@@ -86,10 +86,15 @@ def errors_of_threads(is_last: bool) -> Iterator[None]:
 def _discard_events(thread: Any) -> None:
     """
     Takes events from the queue of a writer of tensorboardX, in its thread and instead of it, until
-    the writer is closed. Nothing else does, and who adds an event to a full queue waits forever.
+    the writer is closed or the process exits.
+
+    Works around tensorboardX 2.6.5: if the thread of a writer has ended, as on a full disk, adding
+    events waits forever once its queue is full. Gone when it raises or returns.
     """
     writer = sys.modules.get("tensorboardX.event_file_writer")
-    if writer is not None and isinstance(thread, writer._EventLoggerThread):
+    if writer is None or not isinstance(thread, writer._EventLoggerThread):
+        return
+    with suppress(EOFError, OSError, ValueError):  # of a queue that is closed at exit
         while type(thread._queue.get()) is not type(thread._shutdown_signal):
             pass
 

@@ -158,7 +158,7 @@ def _agree_on_start_number(store: dist.Store, rank: int, world_size: int, timeou
     store.set(f"question/{rank}", question)
     number = int(store.get(f"answer/{question}"))
     store.set(f"joined/{number}/{rank}", "")
-    # A group waits as long as a collective may take, which can be less than a node has to come.
+    # Creating the group takes `timeout` at most, which may be less than `rendezvous_timeout`.
     store.get(f"complete/{number}")
     return number
 

@@ -1,7 +1,7 @@
 """
-Tests notice each of 120 places in which the package is made wrong, in a copy, one at a time.
+Tests notice each of 122 places in which the package is made wrong, in a copy, one at a time.
 
-40 are chosen, 80 are drawn by the operators of a tool for mutations.
+40 are chosen, 82 are drawn by the operators of a tool for mutations.
 """
 
 import argparse

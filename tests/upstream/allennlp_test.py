@@ -2,8 +2,10 @@
 
 import inspect
 import io
+import sys
 import tarfile
 from tempfile import TemporaryDirectory
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Callable, List
 
@@ -33,6 +35,8 @@ from allennlp.training.metrics import (
     SpanBasedF1Measure,
     SpearmanCorrelation,
 )
+from tensorboardX.event_file_writer import EventFileWriter
+from tensorboardX.proto.event_pb2 import Event
 from transformers import BertConfig
 
 from tests.upstream.unpatched import worked_around_by
@@ -55,6 +59,21 @@ def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
 @worked_around_by("allennlp_patches.support_bf16_in_tiny_value_of_dtype")
 def test_masks_refuse_bf16() -> bool:
     return _fails(lambda: tiny_value_of_dtype(torch.bfloat16))
+
+
+@worked_around_by("launch.log_files._discard_events")
+def test_adding_events_waits_forever_when_the_thread_of_a_writer_has_ended() -> bool:
+    with TemporaryDirectory() as directory:
+        writer = EventFileWriter(directory, max_queue_size=1)
+        # The thread of the writer ends with the first event, and the second one stays in the queue.
+        writer._ev_writer.write_event = lambda event: sys.exit()
+        adding = Thread(target=lambda: [writer.add_event(Event()) for _ in range(3)], daemon=True)
+        adding.start()
+        adding.join(10)
+        waits = adding.is_alive()
+        while adding.is_alive():
+            writer._event_queue.get()
+        return waits
 
 
 @worked_around_by("allennlp_patches.share_locks_of_spawned_loader_workers")

