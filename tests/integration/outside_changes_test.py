@@ -269,6 +269,15 @@ def average_of(which: slice) -> Callable[[Model], ExponentialMovingAverage]:
     return lambda model: ExponentialMovingAverage(list(model.named_parameters())[which], 0.6)
 
 
+class HugeWeights(Layers):
+    """Has finite weights with a 2-norm that isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.huge = nn.Parameter(torch.full((DIM,), 1e38))
+        self.penalty = lambda model, x: (model.huge * 0).sum()
+
+
 class OneWeight(Model):
     """Has a single parameter, of which ZeRO's flat buffer is a view."""
 
@@ -914,6 +923,7 @@ WEIGHTS = [
         )
         for name, which in (("some", slice(1)), ("frozen ones", slice(None)))
     ),
+    case("nothing of huge ones", "0-1 3-2", KEPT, HugeWeights),
     case("nothing of a single one", "2-2", KEPT, OneWeight),
     case("nothing of a single one, averaged", "2-2", KEPT, OneWeight, **AVERAGED),
     *(
