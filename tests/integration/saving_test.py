@@ -344,8 +344,8 @@ def test_averages_and_copies_take_the_memory_that_is_estimated(stage: int, tmp_p
         return run_workers(2, count)[0]
 
     def least(name: str, **arguments: Any) -> Memory:
-        # At stages 0 and 2 the peak of about half of the trainings has one more copy of all weights,
-        # for a cause that hasn't been found.
+        # At stages 0 and 2 the peak of about half of the trainings has one more copy of all
+        # weights, for a cause that hasn't been found.
         tries = [memory(tmp_path / name / str(i), **arguments) for i in range(10)]
         return min(tries, key=lambda each: each.peak)
 
