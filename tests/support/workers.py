@@ -53,7 +53,8 @@ def run_workers(world_size: int, function: Callable[[int], Any]) -> List[Any]:
                 process.join(TIME_LIMIT)
                 process.kill()  # if it hasn't ended
                 process.join()
-    assert [process.exitcode for process in processes] == [0] * world_size
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world_size, f"The workers have ended with {codes}."
     return results
 
 
