@@ -9,6 +9,8 @@ from typing import Any, Dict, List, Optional, Set
 
 import pytest
 import torch
+from allennlp.data import Vocabulary
+from allennlp.models import Model
 from allennlp.nn.regularizers import L2Regularizer, RegularizerApplicator
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
@@ -20,6 +22,7 @@ from allennlp_deepspeed import DeepSpeedCheckpointer, DeepSpeedTrainer
 from tests.fixtures import components  # noqa: F401  # registers "either_of_two_embedders"
 from tests.integration import trainer_test
 from tests.support.experiment import FP16, assert_same_weights
+from tests.support.side_by_side import Side
 from tests.support.workers import run_workers
 
 # Of the gradients, which have 11 significant bits, over all steps.
@@ -350,3 +353,27 @@ def test_an_overflow_on_one_rank_is_one_on_all(
     assert_same_weights(
         {name: weights[name] - reference.untrained[name] for name in weights}, moved, TOLERANCE
     )
+
+
+class OneLayer(Model):
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": self.layer(inputs).square().sum()}
+
+
+def test_elements_are_clipped_before_a_fused_step_under_autocast() -> None:
+    def weights(is_fused: bool) -> Dict[str, torch.Tensor]:
+        side = Side(
+            OneLayer,
+            lambda rank: [{"inputs": torch.ones(3, 8) * step} for step in range(1, 4)],
+            0,
+            deepspeed_config=AUTOCAST,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=is_fused),
+            grad_clipping=0.5,
+        )
+        return side.train()
+
+    assert_same_weights(weights(True), weights(False), tolerance=1e-6)
