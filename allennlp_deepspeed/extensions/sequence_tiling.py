@@ -8,7 +8,7 @@ Training" (Bekman et al., 2025, https://arxiv.org/abs/2506.13996, section 3.2).
 import logging
 import re
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, ContextManager, Iterator, List, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Set, Tuple
 
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -67,6 +67,7 @@ def tile_modules(
     """
     names: List[str] = []
     modules = dict(model.named_modules())
+    collected = _collected(model)
     for pattern in settings["modules"]:
         matching = [n for n in modules if n and re.search(pattern, n) and _has_forward(modules[n])]
         if not matching:
@@ -77,7 +78,7 @@ def tile_modules(
         names += [n for n in matching if not any(n.startswith(f"{other}.") for other in matching)]
     with ExitStack() as undo:
         for name in dict.fromkeys(names):
-            _check(modules[name], name)
+            _check(modules[name], name, collected)
             undo.enter_context(
                 _tile_forward(modules[name], name, settings["num_tiles"], zero_stage)
             )
@@ -89,8 +90,29 @@ def _has_forward(module: torch.nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward
 
 
-def _check(module: torch.nn.Module, name: str) -> None:
+def _collected(model: torch.nn.Module) -> Dict[type, str]:
+    """
+    Returns the classes of modules whose outputs transformers collect in a forward pass, with the
+    settings that make them.
+    """
+    collected: Dict[type, str] = {}
+    for module in model.modules():
+        for what, kinds in (getattr(module, "_can_record_outputs", None) or {}).items():
+            setting = f"output_{what}"
+            if getattr(module.config, setting, False):
+                kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
+                collected.update({getattr(k, "target_class", k): setting for k in kinds})
+    return collected
+
+
+def _check(module: torch.nn.Module, name: str, collected: Dict[type, str]) -> None:
     for inner_name, inner in module.named_modules(prefix=name):
+        if type(inner) in collected:
+            raise ConfigurationError(
+                f"'{_KEY}' matches {name}, but \"{collected[type(inner)]}\" collects what "
+                f"{inner_name} computes, which would have no gradient: write "
+                f'"{collected[type(inner)]}": false, or choose modules without it.'
+            )
         if isinstance(inner, torch.nn.modules.dropout._DropoutNd) and inner.p > 0:
             raise ConfigurationError(
                 f"'{_KEY}' matches {name}, but {inner_name} is dropout, which recomputation would "

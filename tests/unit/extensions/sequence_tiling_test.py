@@ -5,7 +5,7 @@ from typing import List
 import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from allennlp_deepspeed.extensions.sequence_tiling import tile_modules
 
@@ -85,3 +85,14 @@ def test_what_would_be_wrong_is_refused(mlp: torch.nn.Module, pattern: str, expe
         layer.mlp(*[hidden] * (2 if isinstance(mlp, torch.nn.Bilinear) else 1))
         undo()
     assert "trainer.sequence_tiling" in str(error.value)
+
+
+def test_the_loss_of_routers_keeps_its_gradient() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True))
+    with pytest.raises(ConfigurationError, match="output_router_logits"):
+        tile_modules(model, {"modules": ["mlp$"], "num_tiles": 2}, zero_stage=0)
+    tile_modules(model, {"modules": ["mlp.experts$"], "num_tiles": 2}, zero_stage=0)()
+    model.config.output_router_logits = False
+    tile_modules(model, {"modules": ["mlp$"], "num_tiles": 2}, zero_stage=0)()
