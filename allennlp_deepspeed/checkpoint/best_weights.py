@@ -1,5 +1,7 @@
 import os
-from typing import Any, Collection, Dict, Optional
+from contextlib import contextmanager
+from typing import Any, Collection, Dict, Iterator, Optional
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,30 @@ from allennlp_deepspeed.engine.parameters import full_parameters
 from allennlp_deepspeed.frozen_records import RECORDS_KEY, FrozenRecord
 
 
+@contextmanager
+def without_copies(checkpointer: Any) -> Iterator[None]:
+    """
+    Context manager that prevents AllenNLP's loop from copying the best weights from a checkpoint
+    that has been saved.
+
+    # Parameters
+
+    checkpointer : `Checkpointer`, required.
+        `None` if there is none.
+    """
+    if checkpointer is None:
+        yield
+        return
+    save = checkpointer.maybe_save_checkpoint
+
+    def save_and_return_false(*args: Any, **kwargs: Any) -> bool:
+        save(*args, **kwargs)
+        return False
+
+    with mock.patch.object(checkpointer, "maybe_save_checkpoint", save_and_return_false):
+        yield
+
+
 class BestWeights:
     """
     Weights of the best validation so far: one file with the full (unsharded) model in fp32, except
@@ -24,7 +50,7 @@ class BestWeights:
 
     wrapped_model : `DeepSpeedWrappedModel`, required.
     serialization_dir : `str`, required.
-    is_primary : `bool`, required.
+    is_leader : `bool`, required.
         Whether this worker writes the files that a node has once. Each node archives the model from
         its own serialization directory.
     checkpoints_follow : `bool`, required.
@@ -35,12 +61,12 @@ class BestWeights:
         self,
         wrapped_model: DeepSpeedWrappedModel,
         serialization_dir: str,
-        is_primary: bool,
+        is_leader: bool,
         checkpoints_follow: bool,
     ) -> None:
         frozen_parameters.check_archived_elsewhere(wrapped_model.engine.module)
         self._wrapped_model = wrapped_model
-        self._is_primary = is_primary
+        self._is_leader = is_leader
         self._checkpoints_follow = checkpoints_follow
         self._serialization_dir = serialization_dir
         self.path = os.path.join(serialization_dir, BEST_WEIGHTS_NAME)
@@ -111,7 +137,7 @@ class BestWeights:
             Whether weights were left out of the checkpoint. They are taken from the model.
         """
         state_dict = self._full_state_dict() if is_incomplete else None
-        if not self._is_primary:
+        if not self._is_leader:
             return
         saved = os.path.join(checkpoint, BEST_WEIGHTS_NAME)
         if state_dict is not None:
@@ -164,7 +190,7 @@ class BestWeights:
         shards = self._wrapped_model.shards
         excluded = frozen_parameters.archived_elsewhere(shards.engine.module)
         state_dict = full_parameters.full_state_dict(
-            shards, self._is_primary, self._wrapped_model.mapping_directory, excluded
+            shards, self._is_leader, self._wrapped_model.mapping_directory, excluded
         )
         records = self.frozen_records() if excluded else {}
         if state_dict is not None and excluded:

@@ -85,12 +85,12 @@ def collect(
     fragments = record["fragments"]
     for parameter, name in shards.names.items():
         if parameter not in shards.trained and name not in excluded:
-            part = local_partition(parameter)
-            is_own = internals.is_sharded(parameter) and part.size > 0
+            fragment = local_partition(parameter)
+            is_own = internals.is_sharded(parameter) and fragment.size > 0
             # Frozen weights on NVMe aren't in memory.
-            if (is_own or is_leader) and part.master.numel() >= part.size:
-                fragments[name] = (part.offset, part.size, -1)
-                tensors[tensor_name(name, WEIGHT)] = part.in_master(part.master.detach())
+            if (is_own or is_leader) and fragment.master.numel() >= fragment.size:
+                fragments[name] = (fragment.offset, fragment.size, -1)
+                tensors[tensor_name(name, WEIGHT)] = fragment.in_master(fragment.master.detach())
     module, buffers, rest_of_module = _module_state(shards)
     if is_leader:
         tensors.update({tensor_name(key, BUFFER): value for key, value in buffers.items()})
@@ -344,11 +344,11 @@ def load(
         engine.optimizer.checkpoint_event_prologue()
     _load_module(shards, {**saved.buffers(), **rest["module"]}, saved.directory)
     for parameter, name in shards.names.items():
-        part = local_partition(parameter)
-        is_in_memory = part.master.numel() >= part.size
+        fragment = local_partition(parameter)
+        is_in_memory = fragment.master.numel() >= fragment.size
         if parameter not in shards.trained and name not in excluded and is_in_memory:
-            values = saved.read(name, WEIGHT, part.offset, part.size)
-            part.fill(part.master.data, values)
+            values = saved.read(name, WEIGHT, fragment.offset, fragment.size)
+            fragment.fill(fragment.master.data, values)
     shards.copy_masters_to_model()
     loss_scaling.load_state_dict(engine, rest["loss_scale"])
     for name in _COUNTERS:

@@ -209,16 +209,16 @@ class CommitRecord:
         if problems:
             raise CheckpointError("; ".join(problems) + ".")
 
-    def problems(self, directory: str, part: int = 0, num_parts: int = 1) -> List[str]:
+    def problems(self, directory: str, index: int = 0, num_shares: int = 1) -> List[str]:
         """
         Reads the files and compares each with its checksum.
 
         # Parameters
 
         directory : `str`, required.
-        part : `int`, optional (default = `0`)
-        num_parts : `int`, optional (default = `1`)
-            To divide the work among ranks: only every `num_parts`th file is read, from index `part`
+        index : `int`, optional (default = `0`)
+        num_shares : `int`, optional (default = `1`)
+            To divide the work among ranks: only every `num_shares`th file is read, from this index
             on.
 
         # Returns
@@ -228,7 +228,7 @@ class CommitRecord:
         """
         problems = [
             _problem(directory, name, self.files[name])
-            for name in sorted(self.files)[part::num_parts]
+            for name in sorted(self.files)[index::num_shares]
         ]
         foreign = sorted(
             name for name in {*file_names(directory)} - {*self.files} if not _RECORD.fullmatch(name)

@@ -204,11 +204,11 @@ def _mismatch(model: Model, state_dict: Dict[str, Any]) -> Optional[str]:
         p for m in model.modules() for p in getattr(m, "authorized_missing_keys", None) or []
     ]
     missing = [key for key in keys.missing_keys if not any(re.search(p, key) for p in patterns)]
-    parts = {"missing": missing, "unexpected": keys.unexpected_keys}
+    keys_by_kind = {"missing": missing, "unexpected": keys.unexpected_keys}
     return (
         "; ".join(
             f"{what} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
-            for what, names in parts.items()
+            for what, names in keys_by_kind.items()
             if names
         )
         or None

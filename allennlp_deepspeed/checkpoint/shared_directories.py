@@ -99,9 +99,9 @@ class Directories(NamedTuple):
         """Describes the directories in a sentence."""
         if self.is_shared:
             return "All ranks share one serialization directory."
-        parts = "; ".join(map(self.names, self.groups))
+        groups = "; ".join(map(self.names, self.groups))
         return (
-            f"The ranks have {len(self.groups)} serialization directories ({parts}), each with "
+            f"The ranks have {len(self.groups)} serialization directories ({groups}), each with "
             "the checkpoint files of its own ranks. Resuming needs the same ranks on the same "
             "hosts."
         )

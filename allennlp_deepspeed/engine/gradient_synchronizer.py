@@ -26,7 +26,7 @@ from allennlp_deepspeed.engine.parameters.free_memory import MemoryChoices, full
 from allennlp_deepspeed.engine.parameters.released_parameters import access_allowed
 from allennlp_deepspeed.engine.parameters.shards import Shards, full_shape
 from allennlp_deepspeed.engine.process import collectives
-from allennlp_deepspeed.engine.zero3.module_calls import GradientRecord
+from allennlp_deepspeed.engine.zero3.module_calls import GradientTrace
 
 logger = logging.getLogger(__name__)
 
@@ -188,11 +188,11 @@ class GradientSynchronizer:
         if compares and choices.fits(self._gradient_bytes(), share=4):
             self._ranks_differ = None
         self._used_checksum = 0
-        self._record: Optional[GradientRecord] = None
+        self._trace: Optional[GradientTrace] = None
         if compares:
             # If the ranks' gradients differ, the collective may end the process before they agree.
             names = {p: name for name, p in engine.module.named_parameters()}
-            self._record = GradientRecord([names[p] for p in self._parameters])
+            self._trace = GradientTrace([names[p] for p in self._parameters])
 
         self._phase = Phase.IDLE
         self._is_in_no_sync = False
@@ -446,8 +446,8 @@ class GradientSynchronizer:
         self._add_reduced_to_checksum()
         self._computed_in = [None] * len(self._parameters)
         self._next.clear()
-        if self._record is not None:
-            self._record.start()
+        if self._trace is not None:
+            self._trace.start()
 
     def _gradient_ready(self, index: int, _: torch.nn.Parameter) -> None:
         """
@@ -567,8 +567,8 @@ class GradientSynchronizer:
                     continue
                 self._set_zero_gradient(parameter)
             self._reduce(i)
-        if self._record is not None:
-            self._record.finish()
+        if self._trace is not None:
+            self._trace.finish()
         self._finish_reduction()
 
     def _has_gradient(self, parameter: torch.nn.Parameter) -> bool:
@@ -605,8 +605,8 @@ class GradientSynchronizer:
 
     def _reduce(self, index: int) -> None:
         """Adds a gradient to DeepSpeed's bucket, which is reduced when it is full."""
-        if self._record is not None:
-            self._record.add(index)
+        if self._trace is not None:
+            self._trace.add(index)
         self._reduced.append(index)
         parameter = self._parameters[index]
         if self._stage == 3:

@@ -102,17 +102,17 @@ def indivisible_inputs(batch: Any) -> List[str]:
     return [name for name, number in numbers.items() if number is None or number != expected]
 
 
-def split_evenly(num_examples: int, num_parts: int) -> List[Tuple[int, int]]:
+def split_evenly(num_examples: int, num_chunks: int) -> List[Tuple[int, int]]:
     """
-    Returns the bounds of parts of a batch whose sizes differ by at most one example.
+    Returns the bounds of chunks of a batch whose sizes differ by at most one example.
 
     # Parameters
 
     num_examples : `int`, required.
-    num_parts : `int`, required.
+    num_chunks : `int`, required.
         At most the number of examples.
     """
-    ends = [i * num_examples // num_parts for i in range(num_parts + 1)]
+    ends = [i * num_examples // num_chunks for i in range(num_chunks + 1)]
     return list(zip(ends, ends[1:]))
 
 

@@ -63,7 +63,7 @@ class GradientStep:
         Lets callbacks run backward from the outputs of a micro-batch. Returns whether one has.
     loss_weights : `LossWeights`, optional (default = `None`)
         `None` if losses aren't weighted.
-    moving_average : `EvaluationWeights`, optional (default = `None`)
+    evaluation_weights : `EvaluationWeights`, optional (default = `None`)
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GradientStep:
         invariants: Invariants,
         run_backward: Optional[Callable[[Outputs], bool]] = None,
         loss_weights: Optional[LossWeights] = None,
-        moving_average: Optional[EvaluationWeights] = None,
+        evaluation_weights: Optional[EvaluationWeights] = None,
     ) -> None:
         self._engine = wrapped_model.engine
         self._optimizer = wrapped_model.optimizer
@@ -103,7 +103,7 @@ class GradientStep:
         self._run_backward = run_backward
         self._weight_change_detector = weight_change_detector
         self._invariants = invariants
-        self._moving_average = moving_average
+        self._evaluation_weights = evaluation_weights
         self._num_micro_batches = 0
         self._norm: Norm = None
         self.num_accumulation_steps = wrapped_model.config.num_gradient_accumulation_steps
@@ -195,8 +195,8 @@ class GradientStep:
         self.has_failed = not (has_stepped or self._may_overflow)
         if self._weight_change_detector.is_due_each_step:
             self._weight_change_detector.mark_unchanged()
-        if self._moving_average is not None and has_stepped:
-            self._moving_average.apply(num_steps)
+        if self._evaluation_weights is not None and has_stepped:
+            self._evaluation_weights.apply(num_steps)
         self._gradient_synchronizer.finish_step()
         self._memory_choices.finish_step()
         return norm

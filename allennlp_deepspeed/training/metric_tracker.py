@@ -113,8 +113,18 @@ class AgreedMetricTracker(MetricTracker):
 
 class FirstMetrics(Dict[str, Any]):
     """
-    Passes metrics to AllenNLP's loop in the place where it reads the `best_epoch_metrics` of the
-    tracker, once, and adds a prefix to their names.
+    Metrics of the last epoch before the checkpoint, with which AllenNLP's loop begins: it reads the
+    `best_epoch_metrics` of the tracker once, and adds a prefix to their names.
+
+    Works around AllenNLP 2.10.1: a resumed run begins with the metrics of the best epoch alone, and
+    with a `best_epoch` that counts validations instead of epochs. Until the next validation its
+    files have no metrics of the last one, and a completed run returns none. Gone when AllenNLP's
+    checkpoints have the metrics of the last epoch.
+
+    # Parameters
+
+    metrics : `Dict[str, Any]`, required.
+    tracker : `AgreedMetricTracker`, required.
     """
 
     def __init__(self, metrics: Dict[str, Any], tracker: AgreedMetricTracker) -> None:

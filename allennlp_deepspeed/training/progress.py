@@ -116,3 +116,27 @@ class Progress:
         """
         self.total_batches_completed = self._state_at_start["total_batches_completed"]
         self.should_validate_this_epoch = self._state_at_start["should_validate_this_epoch"]
+
+
+def _attribute(name: str) -> Any:
+    def read(self: Any) -> Any:
+        return getattr(self._progress, name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(self._progress, name, value)
+
+    return property(read, write)
+
+
+class ProgressAttributes:
+    """
+    Attributes of a trainer that AllenNLP's loop reads and writes, which are those of its
+    `Progress`.
+    """
+
+    _epochs_completed = _attribute("epochs_completed")
+    _batches_in_epoch_completed = _attribute("batches_in_epoch_completed")
+    _total_batches_completed = _attribute("total_batches_completed")
+    _start_after_epochs_completed = _attribute("start_after_epochs_completed")
+    _start_after_batches_in_epoch_completed = _attribute("start_after_batches_in_epoch_completed")
+    _should_validate_this_epoch = _attribute("should_validate_this_epoch")

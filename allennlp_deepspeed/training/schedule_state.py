@@ -13,15 +13,15 @@ from allennlp_deepspeed.checkpoint.trainer_protocol import Stateful
 _LENGTHS_IN_STEPS = {"total_steps", "num_steps_per_epoch"}
 _LENGTHS = {*_LENGTHS_IN_STEPS, "num_epochs"}
 
-# The entry of a `state_dict` with the states of the parts of a scheduler, by their paths.
-_PARTS = "parts of the scheduler"
+# The entry of a `state_dict` with the states of the schedulers in a scheduler, by their paths.
+_INNER = "inner schedules"
 
 
 class ScheduleState:
     """
-    State of a user's scheduler that has other schedulers among its attributes, which may refer to
-    each other. AllenNLP's `state_dict` contains these as objects, which checkpoints can't contain,
-    so they are saved by their own `state_dict`.
+    State of a scheduler with inner ones among its attributes, which may refer to each other.
+    AllenNLP's `state_dict` contains these as objects, which checkpoints can't contain, so they are
+    saved by their own `state_dict`.
 
     # Parameters
 
@@ -32,30 +32,30 @@ class ScheduleState:
         self.schedule = schedule
 
     def state_dict(self) -> Dict[str, Any]:
-        parts = self._parts()
-        state, *states = map(_plain_state, (self.schedule, *parts.values()))
-        return {**state, _PARTS: dict(zip(parts, states))}
+        inner = self._inner_schedules()
+        state, *states = map(_plain_state, (self.schedule, *inner.values()))
+        return {**state, _INNER: dict(zip(inner, states))}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        states = state_dict.get(_PARTS, {})
-        for path, part in self._parts().items():
+        states = state_dict.get(_INNER, {})
+        for path, schedule in self._inner_schedules().items():
             if path in states:
-                part.load_state_dict(states[path])
-        state = {key: value for key, value in state_dict.items() if key != _PARTS}
+                schedule.load_state_dict(states[path])
+        state = {key: value for key, value in state_dict.items() if key != _INNER}
         self.schedule.load_state_dict(state)
 
-    def _parts(self) -> Dict[str, Any]:
-        """Returns the parts by path, each once."""
-        parts: Dict[str, Any] = {}
+    def _inner_schedules(self) -> Dict[str, Any]:
+        """Returns the inner schedules by path, each once."""
+        inner: Dict[str, Any] = {}
         seen, remaining = {id(self.schedule)}, [("", self.schedule)]
         while remaining:
             prefix, owner = remaining.pop()
-            for name, part in _attributes(owner):
-                if id(part) not in seen:
-                    seen.add(id(part))
-                    parts[f"{prefix}{name}"] = part
-                    remaining.append((f"{prefix}{name}.", part))
-        return parts
+            for name, schedule in _attributes(owner):
+                if id(schedule) not in seen:
+                    seen.add(id(schedule))
+                    inner[f"{prefix}{name}"] = schedule
+                    remaining.append((f"{prefix}{name}.", schedule))
+        return inner
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def keep_group_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def state_of(schedule: Optional[Scheduler]) -> Optional[Stateful]:
-    if schedule is None or not has_parts(schedule):
+    if schedule is None or not has_inner_schedules(schedule):
         return schedule
     return ScheduleState(schedule)
 
@@ -110,14 +110,15 @@ def step_by_validation(schedule: Optional[Scheduler], score: float) -> None:
         schedule.step(score)
 
 
-def has_parts(schedule: Any) -> bool:
+def has_inner_schedules(schedule: Any) -> bool:
     """Returns whether a scheduler needs a `ScheduleState`."""
     return any(True for _ in _attributes(schedule))
 
 
 def _attributes(owner: Any) -> Iterator[Tuple[str, Any]]:
     """
-    Yields the parts in attributes of a scheduler, unless its class has a `state_dict` of its own.
+    Yields the inner schedules in attributes of a scheduler, unless its class has a `state_dict` of
+    its own.
     """
     if not isinstance(owner, Scheduler) or type(owner).state_dict is not Scheduler.state_dict:
         return
@@ -129,16 +130,16 @@ def _attributes(owner: Any) -> Iterator[Tuple[str, Any]]:
         else:
             items = [(name, value)]
         for path, item in items:
-            if _is_part(item):
+            if _is_inner_schedule(item):
                 yield path, item
 
 
-def _is_part(value: Any) -> bool:
+def _is_inner_schedule(value: Any) -> bool:
     is_stateful = all(hasattr(value, name) for name in ("state_dict", "load_state_dict"))
     return is_stateful and not isinstance(value, (type, torch.optim.Optimizer))
 
 
-def _plain_state(part: Any) -> Dict[str, Any]:
-    """Returns the `state_dict` of a part without the attributes that have parts."""
-    without = {path.partition(".")[0] for path, _ in _attributes(part)}
-    return {key: value for key, value in part.state_dict().items() if key not in without}
+def _plain_state(schedule: Any) -> Dict[str, Any]:
+    """Returns the `state_dict` of a schedule without the attributes that have inner schedules."""
+    without = {path.partition(".")[0] for path, _ in _attributes(schedule)}
+    return {key: value for key, value in schedule.state_dict().items() if key not in without}

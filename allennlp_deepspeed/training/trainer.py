@@ -1,16 +1,7 @@
 import logging
 import weakref
 from contextlib import contextmanager, nullcontext
-from typing import (
-    Any,
-    Dict,
-    Iterator,
-    List,
-    Optional,
-    Tuple,
-    Union,
-)
-from unittest import mock
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Lazy
@@ -25,22 +16,16 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
+from allennlp_deepspeed.checkpoint.best_weights import without_copies
 from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
-from allennlp_deepspeed.checkpoint.trainer_protocol import (
-    TRAINING_STATE_VERSION,
-    ModelStateOfEngine,
-    Stateful,
-)
+from allennlp_deepspeed.checkpoint.trainer_protocol import ModelStateOfEngine
 from allennlp_deepspeed.config.constructors import construct_from_fields, declare_parameters
 from allennlp_deepspeed.config.declared_keys import TrainerArguments
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
 from allennlp_deepspeed.engine.lifecycle import profiler_ranges
 from allennlp_deepspeed.engine.process import worker_failure
-from allennlp_deepspeed.engine.process.interruption import (
-    interrupted,
-)
+from allennlp_deepspeed.engine.process.interruption import interrupted
 from allennlp_deepspeed.metrics.distributed_metrics import DistributedMetrics
 from allennlp_deepspeed.training.agreement import AFTER_STEPS, Agreement
 from allennlp_deepspeed.training.batch_groups import (
@@ -49,10 +34,7 @@ from allennlp_deepspeed.training.batch_groups import (
     micro_batch_size,
     to_device,
 )
-from allennlp_deepspeed.training.callbacks import (
-    may_change_weights,
-    skip_confidence_checks,
-)
+from allennlp_deepspeed.training.callbacks import may_change_weights, skip_confidence_checks
 from allennlp_deepspeed.training.construction import (
     check_checkpointer,
     construct,
@@ -60,35 +42,17 @@ from allennlp_deepspeed.training.construction import (
 )
 from allennlp_deepspeed.training.fixed_attributes import check_trainer
 from allennlp_deepspeed.training.metric_tracker import FirstMetrics, WithoutPrefix, metrics_of_best
-from allennlp_deepspeed.training.progress import Progress
-from allennlp_deepspeed.training.schedule_state import (
-    keep_group_values,
-    length_of,
-    schedule_of,
-    state_of,
-)
+from allennlp_deepspeed.training.progress import Progress, ProgressAttributes
 from allennlp_deepspeed.training.step_extension import StepExtensions, find_extensions
 from allennlp_deepspeed.training.trainer_interface import TrainerInterface
 from allennlp_deepspeed.training.trainer_parts import PARTS, check_validation_data, own_entries
+from allennlp_deepspeed.training.training_state import load_training_state, training_state
 
 logger = logging.getLogger(__name__)
 
-# Parts that only choose how to train, and may choose again.
-_OPTIONAL_PARTS = {"gradient_synchronization", "memory_choices"}
-
-
-def _progress_property(name: str) -> Any:
-    def read(self: "DeepSpeedTrainer") -> Any:
-        return getattr(self._progress, name)
-
-    def write(self: "DeepSpeedTrainer", value: Any) -> None:
-        setattr(self._progress, name, value)
-
-    return property(read, write)
-
 
 @Trainer.register("deepspeed", constructor="from_partial_objects")
-class DeepSpeedTrainer(TrainerInterface):
+class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
     """
     Trains any AllenNLP model on DeepSpeed's engine, which owns backward, gradient reduction,
     clipping, loss scaling and the optimizer step. Everything around a step (validation, metrics,
@@ -124,16 +88,6 @@ class DeepSpeedTrainer(TrainerInterface):
         If an AllenNLP key and a DeepSpeed key contradict each other, or if a key doesn't apply to
         this trainer.
     """
-
-    # AllenNLP's loop reads and writes these attributes.
-    _epochs_completed = _progress_property("epochs_completed")
-    _batches_in_epoch_completed = _progress_property("batches_in_epoch_completed")
-    _total_batches_completed = _progress_property("total_batches_completed")
-    _start_after_epochs_completed = _progress_property("start_after_epochs_completed")
-    _start_after_batches_in_epoch_completed = _progress_property(
-        "start_after_batches_in_epoch_completed"
-    )
-    _should_validate_this_epoch = _progress_property("should_validate_this_epoch")
 
     @construct_from_fields(TrainerArguments, GradientDescentTrainer.__init__)
     def __init__(self, arguments: TrainerArguments) -> None:
@@ -204,11 +158,13 @@ class DeepSpeedTrainer(TrainerInterface):
             skip_confidence_checks(self._callbacks)
         self._validation.check_metric()
         self._resume_state.start_training()
+        tracker, before = self._metric_tracker, self._epoch_metrics.metrics
+        if before:
+            tracker.best_epoch_metrics = FirstMetrics(before, tracker)
         try:
             with (
                 self._validation.saved_if_interrupted(),
-                self._skip_copy_of_best_weights(),
-                self._continue_metrics(),
+                without_copies(self._checkpointer),
                 self._invariants.explain_missing_attributes(),
                 self._ddp_wrapped_model.explain_compiler_errors(),
             ):
@@ -231,41 +187,6 @@ class DeepSpeedTrainer(TrainerInterface):
                 ", ".join(name for _, name in self._metric_tracker.tracked_metrics),
             )
         return metrics, epoch
-
-    @contextmanager
-    def _skip_copy_of_best_weights(self) -> Iterator[None]:
-        """
-        Context manager that prevents AllenNLP's loop from copying the best weights from a
-        checkpoint that has been saved.
-        """
-        checkpointer: Any = self._checkpointer
-        if checkpointer is None:
-            yield
-            return
-        save = checkpointer.maybe_save_checkpoint
-
-        def save_and_return_false(*args: Any, **kwargs: Any) -> bool:
-            save(*args, **kwargs)
-            return False
-
-        with mock.patch.object(checkpointer, "maybe_save_checkpoint", save_and_return_false):
-            yield
-
-    @contextmanager
-    def _continue_metrics(self) -> Iterator[None]:
-        """
-        Context manager in which AllenNLP's loop begins with the metrics of the last epoch before
-        the checkpoint.
-
-        Works around AllenNLP 2.10.1: a resumed run begins with the metrics of the best epoch alone,
-        and with a `best_epoch` that counts validations instead of epochs. Until the next validation
-        its files have no metrics of the last one, and a completed run returns none. Gone when
-        AllenNLP's checkpoints have the metrics of the last epoch.
-        """
-        tracker, before = self._metric_tracker, self._epoch_metrics.metrics
-        if before:
-            tracker.best_epoch_metrics = FirstMetrics(before, tracker)
-        yield
 
     @override
     def _train_epoch(self, epoch: int) -> Dict[str, float]:
@@ -483,43 +404,15 @@ class DeepSpeedTrainer(TrainerInterface):
 
     # Checkpoints
 
-    def parts(self) -> Dict[str, Stateful]:
-        """
-        Returns the parts with states in checkpoints, by name, in the order in which they are
-        loaded.
-        """
-        parts: Dict[str, Optional[Stateful]] = {
-            "progress": self._progress,
-            "metric_tracker": self._metric_tracker,
-            "validation_scores": self._validation_scores,
-            "learning_rate_scheduler": state_of(self._learning_rate_scheduler),
-            "momentum_scheduler": state_of(self._momentum_scheduler),
-            "moving_average": self._moving_average,
-            "attributes": self._attributes,
-            "gradient_scaler": self._gradient_step.scaler,
-            "best_weights": self.best_weights,
-            "gradient_synchronization": self._gradient_synchronizer,
-            "memory_choices": self._memory_choices,
-            **self._extensions.parts(),
-            "resume_state": self._resume_state,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
-
     @override
     def get_checkpoint_state(self) -> TrainerCheckpoint:
         """
         Returns this rank's training state, without the model and the optimizer, which the engine
         saves for the checkpointer.
         """
-        states = {name: part.state_dict() for name, part in self.parts().items()}
         return TrainerCheckpoint(
             ModelStateOfEngine(),  # type: ignore[arg-type]
-            {
-                "version": TRAINING_STATE_VERSION,
-                "instances_per_step": self.instances_per_step(),
-                "num_epochs": self._num_epochs,
-                **states,
-            },
+            training_state(self),
         )
 
     @override
@@ -537,23 +430,7 @@ class DeepSpeedTrainer(TrainerInterface):
             return
         self._weight_change_detector.mark_unchanged()
         self._invariants.check("steps")  # the next ones are those after the checkpoint
-        parts = self.parts()
-        missing = [name for name in parts if name not in state.trainer_state]
-        if set(missing) - _OPTIONAL_PARTS - set(self._extensions.parts()):
-            raise CheckpointError(
-                f"The checkpoint has no state for 'trainer.{missing[0]}', which the training "
-                "started without: remove the key, or start again in another serialization "
-                "directory."
-            )
-        num_epochs = state.trainer_state["num_epochs"]
-        unit = state.trainer_state["progress"]["schedule_unit"]
-        with keep_group_values(self.optimizer):
-            for name, part in parts.items():
-                if name in state.trainer_state:
-                    length = length_of(part, unit) if num_epochs != self._num_epochs else {}
-                    part.load_state_dict(state.trainer_state[name])
-                    for attribute, value in length.items():
-                        setattr(schedule_of(part), attribute, value)
+        load_training_state(self, state.trainer_state)
         if self.best_weights.exist:
             self._best_model_filename = self.best_weights.path
         start = self._progress.resume_point
@@ -583,7 +460,7 @@ class DeepSpeedTrainer(TrainerInterface):
         `RuntimeError`, `ConfigurationError`
             As `_synchronize` does.
         """
-        with self._moving_average.suspended() if self._moving_average else nullcontext():
+        with self._evaluation_weights.suspended() if self._evaluation_weights else nullcontext():
             self._check_weights()
             yield
 

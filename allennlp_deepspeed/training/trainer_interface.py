@@ -51,7 +51,7 @@ class TrainerInterface(GradientDescentTrainer):
     _ddp_wrapped_model: DeepSpeedWrappedModel
     _checkpointer: Optional[DeepSpeedCheckpointer]
     _metric_tracker: AgreedMetricTracker
-    _moving_average: Optional[EvaluationWeights]
+    _evaluation_weights: Optional[EvaluationWeights]
     _validation_data_loader: Any
     _directories: Directories
     _extensions: StepExtensions
@@ -199,7 +199,7 @@ class TrainerInterface(GradientDescentTrainer):
             yield
 
     def _weights_of_validation(self) -> ContextManager[None]:
-        return self._moving_average.assigned() if self._moving_average else nullcontext()
+        return self._evaluation_weights.assigned() if self._evaluation_weights else nullcontext()
 
     @contextmanager
     def modified_weights(self, which: ParameterSelection = None) -> Iterator[None]:

@@ -178,7 +178,7 @@ def _weight_change_detector(trainer: Any, arguments: TrainerArguments) -> Weight
     return WeightChangeDetector(shards, agree=lambda: exchange()("changes"))
 
 
-def _moving_average(trainer: Any, arguments: TrainerArguments) -> Optional[EvaluationWeights]:
+def _evaluation_weights(trainer: Any, arguments: TrainerArguments) -> Optional[EvaluationWeights]:
     wrapped_model, detector = trainer._ddp_wrapped_model, trainer._weight_change_detector
     if trainer._moving_average is None:
         return OptimizerModes.construct(wrapped_model, detector)
@@ -272,7 +272,7 @@ def _gradient_step(trainer: Any, arguments: TrainerArguments) -> GradientStep:
         invariants=trainer._invariants,
         run_backward=trainer._call_on_backward if calls_callbacks else None,
         loss_weights=loss_weights,
-        moving_average=trainer._moving_average,
+        evaluation_weights=trainer._evaluation_weights,
     )
 
 
@@ -282,12 +282,12 @@ def _nan_detector(trainer: Any, arguments: TrainerArguments) -> NanDetector:
 
 
 def _attributes(trainer: Any, arguments: TrainerArguments) -> AttributeStates:
-    schedule, average = trainer._learning_rate_scheduler, trainer._moving_average
+    schedule, weights = trainer._learning_rate_scheduler, trainer._evaluation_weights
     objects: Dict[str, Any] = {
         "learning_rate_scheduler": schedule,
         "learning_rate_scheduler of PyTorch": getattr(schedule, "lr_scheduler", None),
         "momentum_scheduler": trainer._momentum_scheduler,
-        "moving_average": getattr(average, "of_parameters", None),
+        "moving_average": getattr(weights, "of_parameters", None),
         "optimizer": trainer.optimizer,
     }
     objects = {name: value for name, value in objects.items() if value is not None}
@@ -348,7 +348,9 @@ PARTS: Tuple[Part, ...] = (
     Part("_memory_choices", _memory_choices),
     Part("_gathered_evaluation", _gathered_evaluation),
     Part("_weight_change_detector", _weight_change_detector),
-    Part("_moving_average", _moving_average),
+    Part("_evaluation_weights", _evaluation_weights),
+    # AllenNLP's loop assigns them.
+    Part("_moving_average", lambda t, a: t._evaluation_weights),
     Part("_gradient_synchronizer", _gradient_synchronizer),
     Part("_log_writers", _log_writers),
     Part("_step_context", _step_context),

@@ -203,7 +203,7 @@ def test_the_primary_alone_evaluates_the_test_set() -> bool:
     return "if primary:\n        train_loop.finish(metrics)" in source
 
 
-@worked_around_by("training.trainer.DeepSpeedTrainer._continue_metrics")
+@worked_around_by("training.metric_tracker.FirstMetrics")
 def test_a_training_that_is_continued_at_its_end_returns_no_metrics() -> bool:
     metrics, _ = _train(_trainer(num_epochs=1, epochs_before=1))
     return metrics.keys() == {"best_epoch"}

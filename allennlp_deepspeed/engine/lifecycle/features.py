@@ -400,7 +400,7 @@ FEATURES = in_order(
     ),
     Feature(
         "record of module calls",
-        lambda o: module_calls.record_calls(o.plain_model),
+        lambda o: module_calls.trace_calls(o.plain_model),
         _with_ranks_at_stage_3,
     ),
     Feature(

@@ -90,9 +90,9 @@ class ShardedMovingAverage(EvaluationWeights):
         if type(self._moving_average) is not ExponentialMovingAverage:
             # It may choose by name. AllenNLP's own is faster with fewer and larger tensors.
             tensors = [self._by_parameter(each) for each in tensors]
-        parts, self._parts_of_shadows, self._moving_average._backups = tensors
-        self._moving_average._parameters = list(parts.items())
-        self._moving_average._shadows = dict(self._parts_of_shadows)
+        parameters, self._shadows_by_name, self._moving_average._backups = tensors
+        self._moving_average._parameters = list(parameters.items())
+        self._moving_average._shadows = dict(self._shadows_by_name)
 
     def _by_parameter(self, tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
         """
@@ -105,16 +105,16 @@ class ShardedMovingAverage(EvaluationWeights):
             Tensors of the layout of the shards, by the names of the shards.
         """
         shard_names = {shard: name for name, shard in self._parameters}
-        parts: Dict[str, torch.Tensor] = {}
+        views: Dict[str, torch.Tensor] = {}
         for name, parameter in self._full_parameters:
             if parameter in self._fragments:
                 fragment, shape = self._fragments[parameter], full_shape(parameter)
-                part = tensors[shard_names[fragment.master]]
-                if part.shape != shape:
-                    part = fragment.in_master(part.detach())
-                    part = part.view(shape) if fragment.size == shape.numel() else part
-                parts[name] = part
-        return parts
+                view = tensors[shard_names[fragment.master]]
+                if view.shape != shape:
+                    view = fragment.in_master(view.detach())
+                    view = view.view(shape) if fragment.size == shape.numel() else view
+                views[name] = view
+        return views
 
     def _take_shadows(self, shadows: Dict[str, torch.Tensor]) -> None:
         """Continues the averages of an earlier training that aren't those of an engine."""
@@ -173,10 +173,10 @@ class ShardedMovingAverage(EvaluationWeights):
         for name, shadow in state_dict["shadows"].items():
             self._shadows[name].copy_(shadow)
         tensors = {key: getattr(self._moving_average, f"_{key}") for key in _TENSORS}
-        tensors["shadows"] = dict(self._parts_of_shadows)
+        tensors["shadows"] = dict(self._shadows_by_name)
         self._moving_average.load_state_dict({**state_dict, **tensors})
 
     def _collect_shadows(self) -> None:
         """Copies averages that the moving average has replaced and not changed in place."""
-        for name, part in self._parts_of_shadows.items():
-            part.copy_(self._moving_average._shadows[name])
+        for name, shadow in self._shadows_by_name.items():
+            shadow.copy_(self._moving_average._shadows[name])

@@ -180,7 +180,7 @@ class _Copy:
                 for other in groups:
                     other["params"] = []
                 group["params"] = [weight]
-                self._steps.step_part(index, partial(self._step_group, index, zero_stage))
+                self._steps.step_sub_group(index, partial(self._step_group, index, zero_stage))
         self._steps.finish()
 
     def _step_group(self, index: int, zero_stage: int) -> None:

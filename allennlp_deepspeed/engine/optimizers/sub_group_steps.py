@@ -41,7 +41,7 @@ class SubGroupSteps:
             if isinstance(value, (int, float))
         }
 
-    def step_part(self, group: int, step: Callable[[], None]) -> None:
+    def step_sub_group(self, group: int, step: Callable[[], None]) -> None:
         """
         # Parameters
 

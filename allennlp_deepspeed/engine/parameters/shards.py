@@ -244,14 +244,14 @@ class Shards:
         step_group = internals.step_of_group(self._optimizer)
         steps = SubGroupSteps(self._optimizer.optimizer)
 
-        def step_as_part(index: int) -> None:
+        def step_sub_group(index: int) -> None:
             if index == 0:
                 steps.start()
-            steps.step_part(groups[index], partial(step_group, index))
+            steps.step_sub_group(groups[index], partial(step_group, index))
             if index == len(self.masters) - 1:
                 steps.finish()
 
-        with internals.replace_attributes(self._optimizer, _optimizer_step=step_as_part):
+        with internals.replace_attributes(self._optimizer, _optimizer_step=step_sub_group):
             yield
 
     def optimizer_state(self, parameter: torch.nn.Parameter) -> Dict[str, Any]:

@@ -23,9 +23,9 @@ from allennlp_deepspeed.engine.process.worker_failure import ERROR_FILE
 # The beginning of DeepSpeed's message if the modules are of the same size.
 DISAGREEMENT = "Detected a disagreement on list"
 
-# Added to the name of each worker's error file: its modules, and the record of their calls.
+# Added to the name of each worker's error file: its modules, and the trace of their calls.
 _MODULES, _CALLS = ".modules", ".calls"
-# The record has integers of eight bytes: the number of forward passes, that of calls of modules in
+# The trace has integers of eight bytes: the number of forward passes, that of calls of modules in
 # the last one, the index of the last called module, and those of the called modules, beginning
 # with the model, up to this number of calls.
 _MAX_CALLS = 8192
@@ -34,8 +34,8 @@ _SIZE = 8 * (_HEADER + 1 + _MAX_CALLS)  # bytes
 # They aren't called, so that nothing can be gathered for them.
 _CONTAINERS = {"ModuleList", "ModuleDict"}
 
-# The record of this process. Global, because the hooks are copied with their modules.
-_record: Any = None
+# The trace of this process. Global, because the hooks are copied with their modules.
+_trace: Any = None
 
 
 class _Module(NamedTuple):
@@ -55,38 +55,38 @@ class _Call(NamedTuple):
 
 
 @contextmanager
-def record_calls(model: torch.nn.Module) -> Iterator[None]:
+def trace_calls(model: torch.nn.Module) -> Iterator[None]:
     """
-    Context manager that records each call of a module that ZeRO stage 3 gathers by itself, if an
+    Context manager that traces each call of a module that ZeRO stage 3 gathers by itself, if an
     agent has started this process.
 
     # Parameters
 
     model : `torch.nn.Module`, required.
     """
-    global _record
+    global _trace
     error_file = os.environ.get(ERROR_FILE)
     modules = list(_modules(model, [], []))
-    record = None
+    trace = None
     # With several engines the first one's calls are recorded.
-    if error_file and _record is None:
-        record = _write([module for _, module in modules], error_file)
-    if record is None:
+    if error_file and _trace is None:
+        trace = _write([module for _, module in modules], error_file)
+    if trace is None:
         yield
         return
-    _record = record
+    _trace = trace
     with ExitStack() as stack:
-        stack.callback(_end_record)
+        stack.callback(_end_trace)
         for index, (module, _) in enumerate(modules):
-            hook = partial(_record_call, index, module is model)
+            hook = partial(_trace_call, index, module is model)
             handle = module.register_forward_pre_hook(hook, prepend=True)
             stack.callback(handle.remove)
         yield
 
 
-def _end_record() -> None:
-    global _record
-    _record = None
+def _end_trace() -> None:
+    global _trace
+    _trace = None
 
 
 def _write(modules: List[_Module], error_file: str) -> Any:
@@ -99,21 +99,21 @@ def _write(modules: List[_Module], error_file: str) -> Any:
     return None
 
 
-def _record_call(index: int, is_model: bool, *_: Any) -> None:
-    if _record is not None:  # otherwise a copied module, after the engine
-        _add(_record, index, is_model)
+def _trace_call(index: int, is_model: bool, *_: Any) -> None:
+    if _trace is not None:  # otherwise a copied module, after the engine
+        _add(_trace, index, is_model)
 
 
-def _add(record: Any, index: int, is_first: bool) -> None:
-    number = 0 if is_first else record[1] + 1
-    record[0] += is_first
-    record[1] = number
-    record[2] = index
+def _add(trace: Any, index: int, is_first: bool) -> None:
+    number = 0 if is_first else trace[1] + 1
+    trace[0] += is_first
+    trace[1] = number
+    trace[2] = index
     if number <= _MAX_CALLS:
-        record[_HEADER + number] = index
+        trace[_HEADER + number] = index
 
 
-class GradientRecord:
+class GradientTrace:
     """
     Records the gradients that this rank reduces, if an agent has started this process.
 
@@ -127,22 +127,22 @@ class GradientRecord:
         error_file = os.environ.get(ERROR_FILE)
         entries = [_Module([name], []) for name in ("", *names, _NO_OTHER)]
         self._end = len(names) + 1
-        self._record = _write(entries, error_file) if error_file else None
+        self._trace = _write(entries, error_file) if error_file else None
 
     def start(self) -> None:
         """Starts the backward pass of a micro-batch."""
-        if self._record is not None:
-            _add(self._record, 0, is_first=True)
+        if self._trace is not None:
+            _add(self._trace, 0, is_first=True)
 
     def add(self, index: int) -> None:
         """Records the gradient of a parameter, by its index in `names`, before it is reduced."""
-        if self._record is not None:
-            _add(self._record, index + 1, is_first=False)
+        if self._trace is not None:
+            _add(self._trace, index + 1, is_first=False)
 
     def finish(self) -> None:
         """Records that there is no other gradient."""
-        if self._record is not None:
-            _add(self._record, self._end, is_first=False)
+        if self._trace is not None:
+            _add(self._trace, self._end, is_first=False)
 
 
 # The place of the end of a backward pass in messages.
@@ -181,16 +181,16 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
     # Returns
 
     `Optional[str]`
-        The change to make to the config, or `None` if this node has no records of several ranks in
+        The change to make to the config, or `None` if this node has no traces of several ranks in
         the same pass, or if they have reduced the same gradients.
     """
-    records = {rank: calls for rank, path in error_files.items() if (calls := _read(path))}
-    if len(records) < 2 or len({calls[-1].num_passes for calls in records.values()}) > 1:
+    traces = {rank: calls for rank, path in error_files.items() if (calls := _read(path))}
+    if len(traces) < 2 or len({calls[-1].num_passes for calls in traces.values()}) > 1:
         return None
-    are_gradients = not next(iter(records.values()))[0].module.classes
+    are_gradients = not next(iter(traces.values()))[0].module.classes
     if are_gradients:
-        return _explain_gradients(records)
-    calls = _first_difference(list(records.values()))
+        return _explain_gradients(traces)
+    calls = _first_difference(list(traces.values()))
     if calls is None:
         return (
             "The workers of this node have called the same modules. If layers' outputs are dropped "
@@ -208,7 +208,7 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
     where = ", ".join(
         f"'{'.'.join(call.module.names)}' (call {call.number} of forward pass {call.num_passes}) "
         f"on local rank {rank}"
-        for rank, call in zip(records, calls)
+        for rank, call in zip(traces, calls)
     )
     return (
         f"The called modules differ between ranks: {where}. If ranks may call modules a different "
@@ -218,35 +218,35 @@ def explain_failure(error_files: Dict[int, str]) -> Optional[str]:
     )
 
 
-def _explain_gradients(records: Dict[int, List[_Call]]) -> Optional[str]:
-    # A rank whose record ends earlier may not have come to the next gradient. The last call of a
-    # record is repeated at its end.
-    for calls in zip(*(calls[:-1] for calls in records.values())):
+def _explain_gradients(traces: Dict[int, List[_Call]]) -> Optional[str]:
+    # A rank whose trace ends earlier may not have come to the next gradient. The last call of a
+    # trace is repeated at its end.
+    for calls in zip(*(calls[:-1] for calls in traces.values())):
         if any(call != calls[0] for call in calls):
             names = [call.module.names[-1] for call in calls]
             which = ", ".join(
                 f"{name if name == _NO_OTHER else repr(name)} on local rank {rank}"
-                for rank, name in zip(records, names)
+                for rank, name in zip(traces, names)
             )
             return describe_different_parameters("In the last step", f" (next gradient: {which})")
     return None
 
 
-def _first_difference(records: List[List[_Call]]) -> Optional[List[_Call]]:
+def _first_difference(traces: List[List[_Call]]) -> Optional[List[_Call]]:
     """
     Returns a call of each rank in the last forward pass: the first that differs, or the last of a
     rank that has made fewer. `None` if all calls are the same.
     """
-    for calls in zip_longest(*records):
+    for calls in zip_longest(*traces):
         if any(call != calls[0] for call in calls):
-            return [call or record[-1] for call, record in zip(calls, records)]
+            return [call or trace[-1] for call, trace in zip(calls, traces)]
     return None
 
 
 def _read(error_file: str) -> List[_Call]:
     """
     Returns the calls in the last forward pass: the first up to `_MAX_CALLS`, and the last. Without
-    a record or a pass the list is empty.
+    a trace or a pass the list is empty.
     """
     with suppress(OSError, ValueError, IndexError):
         modules = json.loads(Path(f"{error_file}{_MODULES}").read_text())

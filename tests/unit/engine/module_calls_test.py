@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from allennlp_deepspeed.engine.process.worker_failure import ERROR_FILE
-from allennlp_deepspeed.engine.zero3.module_calls import explain_failure, record_calls
+from allennlp_deepspeed.engine.zero3.module_calls import explain_failure, trace_calls
 
 
 class Loop(torch.nn.Module):
@@ -37,7 +37,7 @@ def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op
         for rank, work in enumerate(workers):
             monkeypatch.setenv(ERROR_FILE, files[rank])
             model = LoopModel()
-            with record_calls(model):
+            with trace_calls(model):
                 work(model)
         return explain_failure(files)
 
@@ -74,7 +74,7 @@ def test_nothing_is_said_of_workers_in_different_passes_or_without_one(
 
 def test_a_second_engine_changes_nothing(explain: Callable[..., Optional[str]]) -> None:
     def with_a_second(model: Any) -> None:
-        with record_calls(torch.nn.Sequential(*(torch.nn.Identity() for _ in range(9)))):
+        with trace_calls(torch.nn.Sequential(*(torch.nn.Identity() for _ in range(9)))):
             model(2)
         model(2)
 
