@@ -97,11 +97,11 @@ def _collected(model: torch.nn.Module) -> Dict[type, str]:
     """
     collected: Dict[type, str] = {}
     for module in model.modules():
-        for what, kinds in (getattr(module, "_can_record_outputs", None) or {}).items():
-            setting = f"output_{what}"
-            if getattr(module.config, setting, False):
-                kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
-                collected.update({getattr(k, "target_class", k): setting for k in kinds})
+        recorders: Dict[str, Any] = getattr(module, "_can_record_outputs", None) or {}
+        for what, kinds in recorders.items():
+            if getattr(module.config, f"output_{what}", False):
+                for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
+                    collected[getattr(kind, "target_class", kind)] = f"output_{what}"
     return collected
 
 
