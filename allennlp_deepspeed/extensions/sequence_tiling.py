@@ -101,7 +101,8 @@ def _collected(model: torch.nn.Module) -> Dict[type, str]:
         for what, kinds in recorders.items():
             if getattr(module.config, f"output_{what}", False):
                 for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
-                    collected[getattr(kind, "target_class", kind)] = f"output_{what}"
+                    target: Any = getattr(kind, "target_class", kind)
+                    collected[target] = f"output_{what}"
     return collected
 
 
