@@ -26,7 +26,7 @@ README = Path("README.md").read_text(encoding="utf-8")
 
 setup(
     name="allennlp-deepspeed",
-    version="0.3.0",
+    version="0.4.0",
     description="Train any AllenNLP model on DeepSpeed's engine, from its config file",
     url="",  # the project's address, once it has one
     # Without links to files of the repository, which lead nowhere from a page of PyPI's.
