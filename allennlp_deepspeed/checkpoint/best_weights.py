@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
+from allennlp.training.checkpointer import Checkpointer
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import frozen_parameters, serialization, start_record
@@ -16,15 +17,14 @@ from allennlp_deepspeed.frozen_records import RECORDS_KEY, FrozenRecord
 
 
 @contextmanager
-def without_copies(checkpointer: Any) -> Iterator[None]:
+def skip_copy_of_best_weights(checkpointer: Optional[Checkpointer]) -> Iterator[None]:
     """
     Context manager that prevents AllenNLP's loop from copying the best weights from a checkpoint
     that has been saved.
 
     # Parameters
 
-    checkpointer : `Checkpointer`, required.
-        `None` if there is none.
+    checkpointer : `Optional[Checkpointer]`, required.
     """
     if checkpointer is None:
         yield

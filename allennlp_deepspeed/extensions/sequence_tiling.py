@@ -90,29 +90,33 @@ def _has_forward(module: torch.nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward
 
 
-def _collected(model: torch.nn.Module) -> Dict[type, str]:
+def _collected(model: torch.nn.Module) -> Dict[str, str]:
     """
-    Returns the classes of modules whose outputs transformers collect in a forward pass, with the
+    Returns the names of modules whose outputs transformers collect in a forward pass, with the
     settings that make them.
     """
-    collected: Dict[type, str] = {}
-    for module in model.modules():
+    collected: Dict[str, str] = {}
+    for prefix, module in model.named_modules():
         recorders: Dict[str, Any] = getattr(module, "_can_record_outputs", None) or {}
         for what, kinds in recorders.items():
             if getattr(module.config, f"output_{what}", False):
                 for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
                     target: Any = getattr(kind, "target_class", kind)
-                    collected[target] = f"output_{what}"
+                    layer = (getattr(kind, "layer_name", None) or "").strip(".")
+                    for name, inner in module.named_modules(prefix=prefix):
+                        if isinstance(inner, target) and f"{layer}." in f".{name}.":
+                            collected[name] = f"output_{what}"
     return collected
 
 
-def _check(module: torch.nn.Module, name: str, collected: Dict[type, str]) -> None:
+def _check(module: torch.nn.Module, name: str, collected: Dict[str, str]) -> None:
     for inner_name, inner in module.named_modules(prefix=name):
-        if type(inner) in collected:
+        if inner_name in collected:
+            setting = collected[inner_name]
             raise ConfigurationError(
-                f"'{_KEY}' matches {name}, but \"{collected[type(inner)]}\" collects what "
-                f"{inner_name} computes, which would have no gradient: write "
-                f'"{collected[type(inner)]}": false, or choose modules without it.'
+                f"'{_KEY}' matches {name}, but \"{setting}\" collects what {inner_name} computes, "
+                f'which would have no gradient: write "{setting}": false, or choose modules '
+                "without it."
             )
         if isinstance(inner, torch.nn.modules.dropout._DropoutNd) and inner.p > 0:
             raise ConfigurationError(

@@ -329,23 +329,23 @@ def check_schedule(schedule: Any) -> None:
 
 
 def _unfreezes(schedule: Any) -> bool:
-    """Returns whether a schedule, or one of its parts, unfreezes gradually."""
-    parts, seen = [schedule], {}
-    while parts:
-        part = parts.pop()
-        if id(part) in seen:  # parts may refer to each other
+    """Returns whether a schedule, or an inner one, unfreezes gradually."""
+    remaining, seen = [schedule], {}
+    while remaining:
+        value = remaining.pop()
+        if id(value) in seen:  # they may refer to each other
             continue
-        seen[id(part)] = part
-        if isinstance(part, Lazy):
-            part = {**part._params.as_dict(quiet=True), **part._constructor_extras}
-        elif isinstance(part, Scheduler):
-            part = vars(part)
-        if isinstance(part, dict):
-            if part.get("gradual_unfreezing") is True:
+        seen[id(value)] = value
+        if isinstance(value, Lazy):
+            value = {**value._params.as_dict(quiet=True), **value._constructor_extras}
+        elif isinstance(value, Scheduler):
+            value = vars(value)
+        if isinstance(value, dict):
+            if value.get("gradual_unfreezing") is True:
                 return True
-            parts.extend(part.values())
-        elif isinstance(part, (list, tuple)):
-            parts.extend(part)
+            remaining.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            remaining.extend(value)
     return False
 
 

@@ -16,10 +16,10 @@ from allennlp.training.trainer import Trainer, TrainerCheckpoint
 from typing_extensions import override
 
 from allennlp_deepspeed.announcements import announce
-from allennlp_deepspeed.checkpoint.best_weights import without_copies
+from allennlp_deepspeed.checkpoint.best_weights import skip_copy_of_best_weights
 from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
-from allennlp_deepspeed.checkpoint.trainer_protocol import ModelStateOfEngine
+from allennlp_deepspeed.checkpoint.trainer_protocol import ModelStateOfEngine, Stateful
 from allennlp_deepspeed.config.constructors import construct_from_fields, declare_parameters
 from allennlp_deepspeed.config.declared_keys import TrainerArguments
 from allennlp_deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -46,7 +46,11 @@ from allennlp_deepspeed.training.progress import Progress, ProgressAttributes
 from allennlp_deepspeed.training.step_extension import StepExtensions, find_extensions
 from allennlp_deepspeed.training.trainer_interface import TrainerInterface
 from allennlp_deepspeed.training.trainer_parts import PARTS, check_validation_data, own_entries
-from allennlp_deepspeed.training.training_state import load_training_state, training_state
+from allennlp_deepspeed.training.training_state import (
+    load_training_state,
+    stateful_parts,
+    training_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +168,7 @@ class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
         try:
             with (
                 self._validation.saved_if_interrupted(),
-                without_copies(self._checkpointer),
+                skip_copy_of_best_weights(self._checkpointer),
                 self._invariants.explain_missing_attributes(),
                 self._ddp_wrapped_model.explain_compiler_errors(),
             ):
@@ -403,6 +407,13 @@ class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
         raise error
 
     # Checkpoints
+
+    def parts(self) -> Dict[str, Stateful]:
+        """
+        Returns the parts with states in checkpoints, by name, in the order in which they are
+        loaded.
+        """
+        return stateful_parts(self)
 
     @override
     def get_checkpoint_state(self) -> TrainerCheckpoint:

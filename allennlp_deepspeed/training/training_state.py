@@ -44,7 +44,7 @@ def training_state(trainer: Any) -> Dict[str, Any]:
         "version": TRAINING_STATE_VERSION,
         "instances_per_step": trainer.instances_per_step(),
         "num_epochs": trainer._num_epochs,
-        **{name: part.state_dict() for name, part in stateful_parts(trainer).items()},
+        **{name: part.state_dict() for name, part in trainer.parts().items()},
     }
 
 
@@ -57,7 +57,7 @@ def load_training_state(trainer: Any, state: Mapping[str, Any]) -> None:
     `CheckpointError`
         If the trainer has a part that the training started without.
     """
-    parts = stateful_parts(trainer)
+    parts = trainer.parts()
     missing = [name for name in parts if name not in state]
     if set(missing) - _OPTIONAL - set(trainer._extensions.parts()):
         raise CheckpointError(

@@ -399,7 +399,7 @@ FEATURES = in_order(
         _at_stage_3,
     ),
     Feature(
-        "record of module calls",
+        "trace of module calls",
         lambda o: module_calls.trace_calls(o.plain_model),
         _with_ranks_at_stage_3,
     ),

@@ -222,8 +222,8 @@ def step_engine(engine: DeepSpeedEngine, scaler: Optional[torch.amp.GradScaler])
     """
     scale_before = 0.0 if scaler is None else scaler.get_scale()
     if scaler is not None and not engine.gradient_clipping():
-        # Fused optimizers unscale in their step, and hooks before it read gradients. If it clips by
-        # norm, the engine has to.
+        # Fused optimizers unscale in their step, and hooks before it read gradients. An engine that
+        # clips by norm unscales them itself.
         scaler.unscale_(engine.optimizer)
     # `refuse_other_steps` has replaced it, and allows the optimizer's step meanwhile.
     refuse = vars(engine).pop("step")

@@ -169,8 +169,8 @@ def set_full_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, shard
     """
     fragment = shards.fragments.get(parameter)
     if internals.is_sharded(parameter) and fragment is not None:
-        part = torch.nn.functional.pad(fragment.in_full(value), (0, fragment.padding))
-        safe_set_local_fp32_param(parameter, part)
+        padded = torch.nn.functional.pad(fragment.in_full(value), (0, fragment.padding))
+        safe_set_local_fp32_param(parameter, padded)
     elif internals.is_sharded(parameter) or fragment is None or fragment.master is parameter:
         with zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(value)

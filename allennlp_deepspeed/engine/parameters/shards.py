@@ -88,8 +88,8 @@ class Shards:
     parameters_of_masters : `List[List[torch.nn.Parameter]]`
         The parameters that share each of `masters`, on this rank or on another.
     fragments : `Dict[torch.nn.Parameter, Fragment]`
-        This rank's fragments of the parameters in `masters`, except parameters that it has no part
-        of.
+        This rank's fragments of the parameters in `masters`, except parameters of which it has
+        none.
     trained : `Set[torch.nn.Parameter]`
         All parameters in `groups`.
     """
@@ -289,8 +289,8 @@ class Shards:
 
 def local_partition(parameter: torch.nn.Parameter) -> Fragment:
     """
-    Returns this rank's part of a parameter in the model's precision: all elements, or its partition
-    at ZeRO stage 3.
+    Returns this rank's fragment of a parameter in the model's precision: all elements, or its
+    partition at ZeRO stage 3.
     """
     if not internals.is_sharded(parameter):
         return Fragment(parameter, 0, 0, parameter.numel())
@@ -299,8 +299,8 @@ def local_partition(parameter: torch.nn.Parameter) -> Fragment:
 
 
 def _partition(parameter: Any, tensor: torch.Tensor, start: int, length: int) -> Fragment:
-    """Returns a rank's part."""
-    # All parts have the same length, and the last may end in padding.
+    """Returns a rank's fragment."""
+    # All partitions have the same length, and the last may end in padding.
     numel = full_shape(parameter).numel()
     offset = min(dist.get_rank(parameter.ds_process_group) * length, numel)
     size = min(length, numel - offset)

@@ -240,7 +240,7 @@ def test_ranks_verify_every_file_between_them(tmp_path: Path):
         content = Path(path, name).read_bytes()
         for damaged in (content + b"0", content[:-1] + bytes([content[-1] ^ 1])):
             Path(path, name).write_bytes(damaged)
-            problems = [record.problems(path, part, 3) for part in range(3)]
+            problems = [record.problems(path, index, 3) for index in range(3)]
             (problem,) = [problem for found in problems for problem in found]
             assert problem.startswith(os.path.join(path, name))
         Path(path, name).write_bytes(content)

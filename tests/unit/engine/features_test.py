@@ -43,7 +43,7 @@ _ORDER = [
     "gathers after writes",
     "repeated calls of leaf modules",
     "end of a forward pass that fails",
-    "record of module calls",
+    "trace of module calls",
     "parameters of the regularizer",
     "no step at the start",
     "the given Adagrad",
@@ -94,7 +94,7 @@ _OF_STAGE_3 = [
     "no access to released parameters",
     "parameters in groups",
 ]
-_WITH_RANKS = ["leaf modules", "record of module calls"]
+_WITH_RANKS = ["leaf modules", "trace of module calls"]
 _OF_STAGE_0 = ["backward pass of a loss"]
 _WITH_SHARDS = ["trainable parameters first", "fixed parameter groups", "one step of all groups"]
 _OF_STAGE_0_IN_FP32 = [

@@ -74,10 +74,10 @@ def test_a_loss_of_routers_has_no_parts() -> None:
 
 
 @pytest.mark.parametrize("num_examples", range(1, 9))
-def test_parts_are_as_equal_as_can_be(num_examples: int) -> None:
-    for num_parts in range(1, num_examples + 1):
-        bounds = split_evenly(num_examples, num_parts)
+def test_chunks_are_as_equal_as_can_be(num_examples: int) -> None:
+    for num_chunks in range(1, num_examples + 1):
+        bounds = split_evenly(num_examples, num_chunks)
         sizes = [stop - start for start, stop in bounds]
-        assert len(sizes) == num_parts and sum(sizes) == num_examples
+        assert len(sizes) == num_chunks and sum(sizes) == num_examples
         assert max(sizes) - min(sizes) <= 1
         assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
