@@ -115,6 +115,9 @@ def install() -> None:
     """
     replace_models_of_spacy()
     torch.nn.functional.dropout = _dropout
+    if hasattr(torch.nn.functional, "scaled_dot_product_attention"):  # not in 2022
+        attention = torch.nn.functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = functools.partial(_attention, attention)
     from_files = Vocabulary.from_files.__func__
 
     def seeded(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,6 +140,29 @@ def _dropout(
         return input
     mask = (torch.rand(input.shape) >= p).to(input).div_(1 - p)
     return input.mul_(mask) if inplace else input * mask
+
+
+def _attention(
+    function: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Optional[torch.Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if dropout_p == 0:
+        return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **kwargs)
+    scores = query @ key.transpose(-2, -1) * (scale or query.size(-1) ** -0.5)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return _dropout(scores.softmax(-1), dropout_p) @ value
 
 
 def _seeded(function: Any) -> Any:
