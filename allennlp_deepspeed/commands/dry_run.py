@@ -380,9 +380,10 @@ class DryRun:
             with self._collect(f"trainer.callbacks.{number}"):
                 TrainerCallback.from_params(_params(callback), serialization_dir=directory)
                 self._constructed.append(f"callback {registered_name(callback)}")
-        if model is None:
+        named = () if model is None else model.named_parameters()
+        parameters = [[name, p] for name, p in named if p.requires_grad]
+        if not parameters:  # `no_grad` may have frozen all, which is an error already
             return
-        parameters = [[name, p] for name, p in model.named_parameters() if p.requires_grad]
         with self._find_unmatched() as lines:
             optimizer = self._construct(
                 "optimizer", Optimizer.from_params, model_parameters=parameters

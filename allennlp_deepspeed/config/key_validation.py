@@ -36,7 +36,7 @@ def nearest(name: str, known: List[str]) -> Optional[str]:
     return next(map(spellings.get, similar), None)
 
 
-_MOST_NAMES = 60
+_LONGEST_LIST = 500  # characters
 
 
 def did_you_mean(
@@ -49,8 +49,9 @@ def did_you_mean(
     meant = nearest(name, known)
     if meant:
         return f'did you mean "{meant}"?'
-    if len(known) <= _MOST_NAMES:
-        return f"choose from {', '.join(sorted(known))}"
+    names = ", ".join(sorted(known))
+    if len(names) <= _LONGEST_LIST:
+        return f"choose from {names}"
     return f"see {page}"
 
 

@@ -94,6 +94,8 @@ def _describe_in_constructor(
     if len(keys) != 1:
         return None
     key, value = keys[0], values[keys[0]]
+    if value is None:
+        return f"'{path}.{key}' is null: write a value, or remove the key ({shortened(error)})"
     constants = [c for const in frames[-1].f_code.co_consts for c in _flat(const)]
     meant = nearest(value, constants) if isinstance(value, str) else None
     hint = f'; did you mean "{meant}"?' if meant is not None else unquoted(value)

@@ -203,7 +203,10 @@ def freeze(model: Model, no_grad: List[str]) -> None:
         for name in matching:
             parameters[name].requires_grad_(False)
     if not lines and no_grad and not any(p.requires_grad for p in parameters.values()):
-        lines = [f"'trainer.no_grad' is {json.dumps(no_grad)}, which freezes all parameters."]
+        lines = [
+            f"'trainer.no_grad' is {json.dumps(no_grad)}, which freezes all "
+            "parameters: write patterns that leave some to train."
+        ]
     if lines:
         raise ConfigurationError("\n".join(lines))
 

@@ -114,6 +114,8 @@ REFUSED: Dict[str, Tuple[str, str]] = {
     "key of TrainingArguments with one here": trainer('"logging_steps": 10'),
     "num_epochs as a string": ('"num_epochs": epochs,\n    "pat', '"num_epochs": "ten",\n    "pat'),
     "frozen parameters that there aren't": trainer('"no_grad": ["classifier", "text_embeder"]'),
+    "all parameters frozen": trainer('"no_grad": [".*"]'),
+    "rate of null": ('"lr": lr, ', '"lr": null, '),
     "typo at the top level": ('"validation_data_loader"', '"validation_dataloader"'),
     "key of AllenNLP 1 at the top level": (TEST, '"iterator": {"type": "basic"},'),
     "size of the encoder": ('"input_size": 32', '"input_size": 768'),

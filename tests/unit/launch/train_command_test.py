@@ -1,7 +1,7 @@
 """What is said of a whole config before anything is read or started."""
 
 import json
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
@@ -269,11 +269,10 @@ def test_fp16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def language_model() -> Iterator[None]:
-    """A model as allennlp-models has it."""
-    Model.register("language_model")(type("LanguageModel", (Model,), {}))
-    yield
-    del Model._registry[Model]["language_model"]
+def language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model as allennlp-models has it, which may be there itself."""
+    entry = (type("LanguageModel", (Model,), {}), None)
+    monkeypatch.setitem(Model._registry[Model], "language_model", entry)
 
 
 @pytest.mark.usefixtures("language_model")
