@@ -18,8 +18,8 @@ SECTIONS = {
     ),
     "experiment": (
         "Experiments of allennlp-models",
-        "The same with the experiments of its fixtures, with SGD, dropout included, and small "
-        "stand-ins for the hub's models.",
+        "The same with the experiments of its fixtures, with SGD, dropout included except between "
+        "the layers of a GRU or LSTM, and small stand-ins for the hub's models.",
     ),
     "archive": (
         "Published archives",
