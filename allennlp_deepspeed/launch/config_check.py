@@ -223,9 +223,14 @@ def _check_sizes(trainer: Dict[str, Any], errors: ConfigErrors) -> None:
             errors.add(f"'trainer.{key}' is {as_json(value)}: must be at most {maximum}")
     for name in _IN_FP32:
         section = f"trainer.{name}", trainer.get(name)
+        # DeepSpeed passes them on as they are, and PyTorch takes integers of 64 bits.
+        is_exact = name == "deepspeed_config"
         for path, value in [section, *values_in(section[1], section[0])]:
-            if is_number(value) and _MAX_FP32 < abs(value) != math.inf:
-                errors.add(f"'{path}' is {as_json(value)}: must be at most {_MAX_FP32:.4g}")
+            if path.removeprefix("trainer.") in _MAXIMA:
+                continue
+            maximum = sys.maxsize if is_exact and isinstance(value, int) else _MAX_FP32
+            if is_number(value) and maximum < abs(value) != math.inf:
+                errors.add(f"'{path}' is {as_json(value)}: must be at most {maximum:.4g}")
     for name in _OPTIONAL_SECTIONS[:-1]:
         for path, value in values_in(trainer.get(name), f"trainer.{name}"):
             # The items of a list may be patterns.

@@ -30,6 +30,7 @@ WRONG = [
     *({"trainer.num_epochs": number} for number in (10**15, 1e30)),
     {"trainer.grad_norm": 1e300, "trainer.grad_clipping": 1e300},
     {"trainer.deepspeed_config": {"gradient_clipping": 1e300}},
+    {"trainer.deepspeed_config": {"gradient_clipping": 2**64}},
     *(
         {"trainer.deepspeed_config": {"zero_optimization": {"stage": 2, "reduce_bucket_size": n}}}
         for n in (1e15,)
