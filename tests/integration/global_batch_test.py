@@ -26,7 +26,6 @@ from allennlp.training.metrics import CategoricalAccuracy
 
 from allennlp_deepspeed import DeepSpeedTrainer
 from allennlp_deepspeed.engine.parameters import free_memory
-from allennlp_deepspeed.training.training_state import stateful_parts
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batch, Batches, Side, state_arrays
 
@@ -127,7 +126,7 @@ def trained(trainer: Any) -> Tuple[Dict[str, Any], Dict[str, Any], Any]:
     """Weights and buffers, metrics of the last epoch, and what has been found."""
     is_ours = isinstance(trainer, DeepSpeedTrainer)
     metrics = {k: v for k, v in trainer.train().items() if re.search("loss|accuracy", k)}
-    part = stateful_parts(trainer)["micro_batches"].state_dict() if is_ours else None
+    part = trainer.parts()["micro_batches"].state_dict() if is_ours else None
     if is_ours:  # six steps of a whole batch, as DeepSpeed counts
         assert trainer.engine.global_samples == 2 * len(STEPS) * GLOBAL_BATCH_SIZE
     return state_arrays(trainer), metrics, part

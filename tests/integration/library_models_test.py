@@ -15,7 +15,6 @@ from deepspeed.ops.adam import FusedAdam
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from allennlp_deepspeed.training.training_state import stateful_parts
 from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batch, Side, state_arrays
 
@@ -133,12 +132,12 @@ def later(rank: int) -> List[Batch]:
 def test_what_the_first_step_finds_is_known_after_an_interruption() -> None:
     def find(trainer: Any) -> Any:
         trainer.train()
-        return stateful_parts(trainer)["gradient_synchronization"].state_dict()
+        return trainer.parts()["gradient_synchronization"].state_dict()
 
     state, _ = Side(TwoHeads, others, 2, 2).on_all_ranks(find)
 
     def go_on(trainer: Any) -> Any:
-        stateful_parts(trainer)["gradient_synchronization"].load_state_dict(state)
+        trainer.parts()["gradient_synchronization"].load_state_dict(state)
         trainer.train()
         return state_arrays(trainer)
 
