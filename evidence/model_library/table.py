@@ -131,10 +131,12 @@ NOTES = [
 ]
 
 
-# What the training configs may be refused for.
+# What the training configs may be refused for. An embedding of characters that has the size of the
+# vocabulary of words is too small for the fixtures alone, which have more characters than words.
 REFUSALS = (
     r"sparse\w*' is true|[\"']multi[\"']|adafactor|ddp_accelerator|'evaluate_on_test'|"
-    "adversarial_bias_mitigator_backward|BIDIRECTIONAL_LM_ARCHIVE_PATH"
+    "adversarial_bias_mitigator_backward|BIDIRECTIONAL_LM_ARCHIVE_PATH|"
+    r"token_characters\.embedding' fails in the first forward pass: IndexError"
 )
 
 
@@ -217,7 +219,7 @@ def message_of(messages: Dict[str, str]) -> str:
     """Returns the beginning of the first message that refuses a training config, or `""`."""
     first = next(filter(None, messages.values()), "")
     mark = " (**unexpected**)" if wrongly_refused(messages) else ""
-    return re.split(", but |, whose |, which |: add|: write|; write", first)[0] + mark
+    return re.split(", but |, whose |, which |: add|: write|; write| Warning:", first)[0] + mark
 
 
 def _row(name: str, verdicts: Dict[str, str], used: List[int]) -> List[str]:
