@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # An environment for `python -m evidence projects`, which sees the packages of this project's, and has what public projects
-# import besides: `environment.sh FOLDER [PYTHON]`, PYTHON of this project's environment.
+# import besides: `environment.sh FOLDER [PYTHON]`, PYTHON of an environment with evidence/requirements.txt. One project also needs a
+# checkout of dhruvdcoder/box-embeddings on its path.
 set -euo pipefail
 folder=$1; python=${2:-python}
 packages="import sysconfig; print(sysconfig.get_path('purelib'))"
