@@ -138,9 +138,7 @@ _ANYWHERE: Dict[str, str] = {
     "weight_decay": "write 'trainer.optimizer.weight_decay'",
     "warmup_steps": "write 'trainer.learning_rate_scheduler.warmup_steps'",
     "save_steps": "write 'trainer.checkpointer.save_every_num_batches'",
-    **dict.fromkeys(
-        ("save_top_k", "every_n_epochs"), "write 'trainer.checkpointer.keep_most_recent_by_count'"
-    ),
+    "every_n_epochs": "write 'trainer.checkpointer.save_completed_epochs'",
     "every_n_train_steps": "write 'trainer.checkpointer.save_every_num_batches'",
     "early_stopping_patience": "write 'trainer.patience'",
     "monitor": "write 'trainer.validation_metric', such as \"-loss\"",
@@ -169,7 +167,7 @@ _ANYWHERE: Dict[str, str] = {
     "dataloader_num_workers": "write 'data_loader.num_workers'",
     "dataloader_drop_last": "write 'data_loader.drop_last'",
     "group_by_length": "write \"bucket\" in 'data_loader.batch_sampler'",
-    "limit_train_batches": "write 'dataset_reader.max_instances'",
+    "limit_train_batches": "write 'data_loader.batches_per_epoch', in micro-batches",
     **dict.fromkeys(
         ("check_val_every_n_epoch", "validation_interval"),
         'write {"type": "should_validate_callback", "validation_interval": ...} in '
@@ -200,11 +198,11 @@ _ANYWHERE: Dict[str, str] = {
     "torch_dtype": 'write "bf16" or "fp16" in \'trainer.deepspeed_config\'',
     "freeze": "write 'trainer.no_grad'",
     "num_labels": "remove it (the vocabulary counts the labels)",
-    "ddp_find_unused_parameters": 'write "find_unused_parameters" in \'trainer.deepspeed_config.'
-    "zero_optimization'",
+    "ddp_find_unused_parameters": 'write {"type": "torch", "find_unused_parameters": true} as '
+    "'distributed.ddp_accelerator'",
     "gradient_checkpointing_kwargs": "write 'trainer.activation_checkpointing'",
     "optim_args": "write the arguments in 'trainer.optimizer'",
-    "adafactor": "write \"adafactor\" as 'trainer.optimizer.type'",
+    "adafactor": "write \"huggingface_adafactor\" as 'trainer.optimizer.type'",
     **dict.fromkeys(
         (
             *("auto_find_batch_size", "dataloader_pin_memory", "ddp_backend", "do_eval"),
