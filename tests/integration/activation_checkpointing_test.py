@@ -1,11 +1,13 @@
 """What of a model can be computed again in the backward pass, and what that saves."""
 
 import copy
+import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import numpy as np
 import pytest
 import torch
 from allennlp.common.checks import ConfigurationError
@@ -200,10 +202,49 @@ class OfPower(nn.Module):
         return self.linear(values).tanh()
 
 
+class Switched(nn.Module):
+    """Computes as its attributes say, which others set, or it itself, between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.adapter: Optional[str] = None
+        self.factors: Tuple[float, ...] = (1.0, 0.5)
+        self.scale = torch.ones(())
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.linear(values)
+        values = values.sin() if self.adapter is None else values.cos()
+        values = (values * self.scale * self.factors[0]).tanh()
+        self.adapter = "other" if self.adapter is None else None
+        self.factors = self.factors[::-1]
+        self.scale = 0.5 * self.scale + values.detach().abs().mean()
+        return values
+
+
+class Drawn(nn.Module):
+    """Multiplies by random numbers of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self._generator = torch.Generator().manual_seed(1)
+        self._draw = {
+            "python": lambda: torch.tensor([random.random() for _ in range(DIM)]),
+            "numpy": lambda: torch.from_numpy(np.random.rand(DIM)).float(),
+            "own": lambda: torch.rand(DIM, generator=self._generator),
+        }[kind]
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return (self.linear(values) * self._draw()).tanh()
+
+
 class AroundPart(Model):
-    def __init__(self, part: Type[nn.Module]) -> None:
+    def __init__(self, part: Callable[[], nn.Module]) -> None:
         super().__init__(Vocabulary())
         self.part = part()
+        random.seed(1)
+        np.random.seed(1)
         self.out = nn.Linear(DIM, 2)
 
     def forward(self, values: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
@@ -212,10 +253,15 @@ class AroundPart(Model):
 
 
 @pytest.mark.parametrize(
-    "part, stage", [(RunningScale, 0), (RunningScale, 3), (Annealed, 3), (OfPower, 2)]
+    "part, stage",
+    [
+        *((RunningScale, 0), (RunningScale, 3), (Annealed, 3), (OfPower, 2)),
+        *((Switched, 0), (Switched, 3)),
+        *((partial(Drawn, kind), stage) for kind in ("python", "numpy", "own") for stage in (0, 3)),
+    ],
 )
 def test_what_reads_state_that_it_changes_computes_the_same_a_second_time(
-    part: Type[nn.Module], stage: int
+    part: Callable[[], nn.Module], stage: int
 ):
     generator = torch.Generator().manual_seed(1)
     batches = [{"values": torch.rand(3, DIM, generator=generator)} for _ in range(4)]

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # once, and not in each forked worker
@@ -141,6 +142,30 @@ def test_numbers_are_those_of_gradient_descent(
 ) -> None:
     graphs = GRAPHS if stage in (2, 3) else FORWARD_GRAPHS
     assert_same(compiled(stage, **everything(torch_compile=graphs)), with_gradient_descent)
+
+
+class WithNoise(Model):
+    """From NumPy's generator."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        noise = torch.from_numpy(np.random.rand(*x.shape).astype("float32"))
+        dropped = torch.nn.functional.dropout(self.linear(x) * noise, 0.2, self.training)
+        return {"loss": dropped.square().sum()}
+
+
+def noisy_batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    np.random.seed(1)
+    return [{"x": torch.arange(8.0).view(2, 4) / (i + 8)} for i in range(4)]
+
+
+def test_numpy_draws_as_uncompiled() -> None:
+    expected = Side(WithNoise, noisy_batches).train()
+    actual = Side(WithNoise, noisy_batches, 2, torch_compile={"backend": "eager"}).train()
+    assert_same_weights(actual, expected)
 
 
 def uncompiled(side: Side) -> List[Outcome]:

@@ -7,11 +7,13 @@ pass are saved, and its activations are recomputed in the backward pass.
 import difflib
 import json
 import logging
+import random
 import re
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import numpy as np
 import torch
 from allennlp.common.checks import ConfigurationError
 from allennlp.modules.encoder_base import _EncoderBase
@@ -37,6 +39,12 @@ _TRAINER_KEY = "trainer.activation_checkpointing"
 
 # The values of attributes or buffers, by name, with the dictionary that has them.
 _State = List[Tuple[Dict[str, Any], Dict[str, Any]]]
+# Functions that return and set the state of a random generator, and a state.
+_Generators = List[Tuple[Callable[[], Any], Callable[[Any], Any], Any]]
+
+# Attributes that recomputation begins with as the forward pass did. What a module changes in place
+# isn't among them, but for tensors.
+_COPIED = (int, float, str, tuple, torch.Tensor, type(None))
 
 
 @CheckpointWrapper.register("deepspeed")
@@ -264,7 +272,7 @@ def _recomputed_forward(
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     autocast = current_autocast()
     outputs: List[Any] = []
-    state = _copy_state(module)
+    state, generators = _copy_state(module), _copy_generators(module)
     inputs = _Inputs(module)
 
     def run(*tensors: torch.Tensor) -> tuple:
@@ -272,7 +280,7 @@ def _recomputed_forward(
         args, kwargs = tree_unflatten([next(rest[which]) for which in is_tensor], structure)
         with autocast():
             if outputs:  # when recomputed
-                with _in_state(state), _defer_release(module):
+                with _in_state(state, generators), _defer_release(module):
                     forward(*args, **kwargs)
             else:
                 with inputs.kept(tensors):
@@ -358,34 +366,58 @@ def current_autocast() -> Callable[[], torch.autocast]:
 
 
 def _copy_state(module: torch.nn.Module) -> _State:
-    """Returns copies of the module's buffers and numbers, with the dictionaries that have them."""
+    """
+    Returns copies of the module's buffers, and of its attributes that are tensors or can't be
+    changed in place, with the dictionaries that have them.
+    """
     state: _State = []
     for inner in module.modules():
         buffers = {n: None if b is None else b.clone() for n, b in inner._buffers.items()}
-        numbers = {
-            name: value
+        attributes = {
+            # A tensor with a gradient is part of a graph, which a copy would end.
+            name: value.clone() if torch.is_tensor(value) and not value.requires_grad else value
             for name, value in vars(inner).items()
             # DeepSpeed counts gradients in attributes of this prefix in both passes.
-            if isinstance(value, (int, float)) and not name.startswith("ds_")
+            if isinstance(value, _COPIED) and not name.startswith("ds_")
         }
-        state += [(inner._buffers, buffers), (vars(inner), numbers)]
+        state += [(inner._buffers, buffers), (vars(inner), attributes)]
     return state
 
 
+def _copy_generators(module: torch.nn.Module) -> _Generators:
+    """
+    Returns the random generators that a module may use, except PyTorch's global ones, which
+    DeepSpeed's checkpoints restore.
+    """
+    generators: List[Tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+    ]
+    for inner in module.modules():
+        own = [value for value in vars(inner).values() if isinstance(value, torch.Generator)]
+        generators += [(generator.get_state, generator.set_state) for generator in own]
+    return [(get, put, get()) for get, put in generators]
+
+
 @contextmanager
-def _in_state(state: _State) -> Iterator[None]:
+def _in_state(state: _State, generators: _Generators) -> Iterator[None]:
     """
     Context manager in which a module has the state that it had before its forward pass. At exit it
     has its later one, so that batch statistics aren't counted twice.
     """
     later = [(owner, {n: owner[n] for n in values if n in owner}) for owner, values in state]
+    later_random = [(put, get()) for get, put, _ in generators]
     for owner, values in state:
         owner.update(values)
+    for _, put, random_state in generators:
+        put(random_state)
     try:
         yield
     finally:
         for owner, values in later:
             owner.update(values)
+        for put, random_state in later_random:
+            put(random_state)
 
 
 @contextmanager

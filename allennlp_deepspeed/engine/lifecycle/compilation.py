@@ -63,10 +63,14 @@ class Compiler:
             for module in filter(is_recomputed, model.modules()):
                 outside = torch.compiler.disable(module.forward)
                 undo.enter_context(mock.patch.object(module, "forward", outside))
-            if self._settings["backend"] == DEFAULT_BACKEND:
-                from torch._inductor import config  # slow to import
+            from torch._dynamo import config  # slow to import, as the other one
 
-                undo.enter_context(config.patch(fallback_random=True))
+            # Otherwise PyTorch's generator draws what a model draws from NumPy's.
+            undo.enter_context(config.patch(use_numpy_random_stream=True))
+            if self._settings["backend"] == DEFAULT_BACKEND:
+                from torch._inductor import config as inductor_config
+
+                undo.enter_context(inductor_config.patch(fallback_random=True))
             yield
 
     @contextmanager
