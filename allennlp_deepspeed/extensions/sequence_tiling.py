@@ -165,6 +165,7 @@ class _TiledForward:
         self._num_tiles = num_tiles
         # In training mode, in evaluation mode.
         self._checked: Set[bool] = set()
+        self._has_own_graph = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].dim() < 3:
@@ -180,8 +181,25 @@ class _TiledForward:
             return _run_in_tiles(self._forward, hidden, self._num_tiles)
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         return _TiledFunction.apply(
-            self._forward, self._num_tiles, current_autocast(), hidden, *parameters
+            self._forward_and_check, self._num_tiles, current_autocast(), hidden, *parameters
         )
+
+    def _forward_and_check(self, tile: torch.Tensor) -> torch.Tensor:
+        """
+        Checks the first graph: the gradients that a backward pass computes for the tiles are those
+        of the module's parameters and of its input.
+        """
+        output = self._forward(tile)
+        if torch.is_grad_enabled() and not self._has_own_graph:
+            own = {id(tile), *map(id, self._module.parameters())}
+            if any(id(leaf) not in own for leaf in _leaves(output)):
+                raise ConfigurationError(
+                    f"'{_KEY}' matches {self._name}, which computes with a tensor that needs a "
+                    "gradient, but is neither its input nor one of its parameters: pass it on "
+                    "within a module that isn't tiled, or choose other modules."
+                )
+            self._has_own_graph = True
+        return output
 
     def _check(self, hidden: torch.Tensor) -> None:
         """
@@ -207,6 +225,19 @@ class _TiledForward:
                 f"'{_KEY}' matches {self._name}, whose output depends on other positions: choose "
                 "modules that compute each position by itself, without dropout."
             )
+
+
+def _leaves(output: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the tensors to whose `grad` a backward pass of the output would add."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _run_in_tiles(

@@ -87,6 +87,29 @@ def test_what_would_be_wrong_is_refused(mlp: torch.nn.Module, pattern: str, expe
     assert "trainer.sequence_tiling" in str(error.value)
 
 
+class Gated(torch.nn.Module):
+    """Multiplies by a gate, which it has or a layer around it has computed."""
+
+    def __init__(self, gate: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.gates = [gate]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden) * self.gates[0]
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_a_gradient_of_what_is_not_the_module_s_is_refused(is_computed: bool) -> None:
+    weight = torch.nn.Parameter(torch.rand(4))
+    layer = Layer(Gated(weight.sigmoid() if is_computed else weight))
+    undo = tile_modules(layer, {"modules": ["mlp$"], "num_tiles": 2}, zero_stage=0)
+    output = layer(torch.randn(2, 6, 4))
+    with pytest.raises(ConfigurationError, match="mlp"):
+        output.sum().backward()
+    undo()
+
+
 def test_the_loss_of_routers_keeps_its_gradient() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
