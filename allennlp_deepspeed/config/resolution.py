@@ -226,11 +226,15 @@ def _resolve_grad_norm(
                 "(the norm is reported too), or 'gradient_clipping' to report only"
             )
         return True
+    if norm is not False and norm == 0:
+        errors.add(
+            "'trainer.grad_norm' is 0, with which AllenNLP multiplies every gradient by 0: write "
+            "false, or a number above 0"
+        )
     clipping = resolve_value("trainer.grad_norm", norm, config, "gradient_clipping", errors)
     if clipping is None:
         log_value("gradient_clipping", 0.0, DEFAULT)
-    # AllenNLP treats 0 as false.
-    return clipping or False
+    return clipping or False  # DeepSpeed's 0 is no clipping
 
 
 def _resolve_optimizer(

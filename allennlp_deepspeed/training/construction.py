@@ -11,7 +11,7 @@ import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.common import Lazy
@@ -111,7 +111,8 @@ def construct(
     # An optimizer that is given as an object keeps the implementation that it has.
     if given is None and optimizer is not None and config.offload_device != "none":
         use_fused_kernels(optimizer)
-    _check_empty_groups(given, arguments)
+    _check_empty_groups(optimizer, arguments)
+    _check_owned(model, optimizer, arguments.grad_norm)
     param_groups = [] if optimizer is None else optimizer.param_groups
     empty_groups = [group for group in param_groups if not group["params"]]
     if optimizer is not None:
@@ -374,11 +375,43 @@ def _check_empty_groups(
     """Checks that the groups that DeepSpeed removes aren't before others that a schedule counts."""
     is_empty = [not group["params"] for group in optimizer.param_groups] if optimizer else []
     for name in ("learning_rate_scheduler", "momentum_scheduler"):
-        if isinstance(getattr(arguments, name), Scheduler) and is_empty != sorted(is_empty):
+        schedule = getattr(arguments, name)
+        counts = isinstance(schedule, Scheduler) or _has_value_per_group(schedule, len(is_empty))
+        if counts and is_empty != sorted(is_empty):
             raise ConfigurationError(
                 f"Parameter group {is_empty.index(True)} of the optimizer is empty. DeepSpeed "
                 f"removes it, so '{name}' would set the values of other groups. Remove it before "
                 "you construct the scheduler, or put it last."
+            )
+
+
+def _has_value_per_group(schedule: Any, num_groups: int) -> bool:
+    """Returns whether the arguments of a schedule have a list with a number for each group."""
+    if not isinstance(schedule, Lazy):
+        return False
+    params = {} if schedule._params is None else schedule._params.as_dict(quiet=True)
+    return any(
+        isinstance(value, (list, tuple))
+        and len(value) == num_groups
+        and all(isinstance(item, (int, float)) for item in value)
+        for name, value in {**params, **schedule._constructor_extras}.items()
+        if name != "milestones"  # of PyTorch's schedules, which are epochs
+    )
+
+
+def _check_owned(
+    model: Model, optimizer: Optional[torch.optim.Optimizer], grad_norm: Union[float, bool, None]
+) -> None:
+    """Checks that the optimizer has all parameters of which AllenNLP takes the norm."""
+    if not grad_norm or optimizer is None:
+        return
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in owned:
+            raise ConfigurationError(
+                f"'trainer.grad_norm' is {json.dumps(grad_norm)}, but the optimizer doesn't have "
+                f"the trainable parameter '{name}', whose gradient belongs to the norm: freeze it "
+                "by 'trainer.no_grad', or give it to the optimizer"
             )
 
 

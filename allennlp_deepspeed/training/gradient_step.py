@@ -3,7 +3,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from allennlp.data.data_loaders import TensorDict
-from torch.utils.hooks import RemovableHandle
 
 from allennlp_deepspeed.engine.gradient_synchronizer import GradientSynchronizer
 from allennlp_deepspeed.engine.lifecycle import loss_scaling
@@ -271,7 +270,7 @@ def _check_requires_gradient(loss: torch.Tensor) -> None:
         )
 
 
-def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHandle:
+def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> Callable[[], None]:
     """
     Clips each element of the gradients directly before the optimizer step, when they have been
     reduced, unscaled and clipped by norm at every ZeRO stage. Sharding makes no difference to their
@@ -279,12 +278,27 @@ def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> RemovableHand
 
     # Returns
 
-    `RemovableHandle`
-        The handle of the hook.
+    `Callable[[], None]`
+        Ends it.
     """
+    depth = 0
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_value_(parameters, limit)
+        nonlocal depth
+        depth += 1
+        # A subclass's `step` may call that of its base class, with hooks of its own.
+        if depth == 1:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_value_(parameters, limit)
 
-    return optimizer.register_step_pre_hook(clip)
+    def leave(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    hooks = ExitStack()
+    first = optimizer.register_step_pre_hook(clip)
+    # AllenNLP clips before it calls `step`, and so before the optimizer's own hooks.
+    optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)
+    hooks.callback(first.remove)
+    hooks.callback(optimizer.register_step_post_hook(leave).remove)
+    return hooks.close

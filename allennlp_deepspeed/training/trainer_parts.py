@@ -196,8 +196,7 @@ def _gradient_synchronizer(trainer: Any, arguments: TrainerArguments) -> Gradien
                 f"{wrapped_model.config.zero_stage} it would clip Muon's updates instead of "
                 'gradients: remove it, or write "zero_optimization": {"stage": 0}'
             )
-        clipping = clip_values(optimizer, trainer._grad_clipping)
-        wrapped_model.call_before_destroy(clipping.remove)
+        wrapped_model.call_before_destroy(clip_values(optimizer, trainer._grad_clipping))
     synchronizer = GradientSynchronizer(
         wrapped_model.shards,
         trainer._memory_choices,

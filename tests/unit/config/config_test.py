@@ -282,7 +282,7 @@ class TestGradientNorm:
         "clipping, grad_norm, expected, engine_clipping",
         [
             (None, None, False, 0.0),
-            ("auto", 0, False, 0.0),
+            ("auto", False, False, 0.0),
             (1.0, None, 1.0, 1.0),
             ("auto", 0.5, 0.5, 0.5),
             (None, True, True, 0.0),
