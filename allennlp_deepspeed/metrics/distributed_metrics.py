@@ -245,6 +245,13 @@ def _check_declared(metric: Metric, attributes: Tuple[str, ...]) -> None:
                 "attribute of the metric after its constructor."
             )
         _plain(vars(metric)[attribute], f"{name}.{attribute}")
+    summed: Dict[str, Metric] = {}
+    _find_metrics(name, {key: vars(metric)[key] for key in attributes}, summed, set())
+    for path in summed:
+        raise ConfigurationError(
+            f"'summed_attributes' of the metric {name} has the metric {path}, whose counts are "
+            "summed already: leave it out, and write () if there are no others."
+        )
     inner: Dict[str, Metric] = {}
     _find_metrics(name, vars(metric), inner, set())
     for path, each in inner.items():

@@ -72,6 +72,16 @@ def keep_group_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group.update(value)
 
 
+def start_plateau(schedule: Optional[Scheduler], score: Optional[float]) -> None:
+    """
+    Has a schedule that follows validations ("reduce_on_plateau") compare the next ones with the
+    best score of a metric that it hasn't followed before.
+    """
+    plateau = getattr(schedule, "lr_scheduler", None)
+    if score is not None and isinstance(plateau, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        plateau.best, plateau.num_bad_epochs = score, 0
+
+
 def state_of(schedule: Optional[Scheduler]) -> Optional[Stateful]:
     if schedule is None or not has_inner_schedules(schedule):
         return schedule

@@ -8,6 +8,7 @@ from allennlp_deepspeed.training.schedule_state import (
     keep_group_values,
     length_of,
     schedule_of,
+    start_plateau,
     state_of,
 )
 
@@ -73,3 +74,8 @@ def load_training_state(trainer: Any, state: Mapping[str, Any]) -> None:
                 part.load_state_dict(state[name])
                 for attribute, value in length.items():
                     setattr(schedule_of(part), attribute, value)
+    tracker = trainer._metric_tracker
+    tracked = list(map(list, tracker.tracked_metrics))
+    if state["metric_tracker"].get("tracked_metrics", tracked) != tracked:
+        for schedule in (trainer._learning_rate_scheduler, trainer._momentum_scheduler):
+            start_plateau(schedule, tracker._best_so_far)

@@ -80,7 +80,9 @@ class Validation:
         has_metrics = getattr(model.get_metrics, "__func__", None) is not Model.get_metrics
         trainer._pytorch_model.eval()
         try:
-            of_model = list(model.get_metrics())
+            # AllenNLP doesn't call it here, and a model may count its calls.
+            with restored_state(model):
+                of_model = list(model.get_metrics())
         except Exception as error:  # before the first call, of anything
             logger.info("get_metrics() of the model fails before the first step: %r", error)
             of_model = tracker.names

@@ -25,6 +25,7 @@ from torch import nn
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
 from tests.support.communication import CommunicationCounter
+from tests.support.experiment import assert_same_weights
 from tests.support.side_by_side import Batches, Side
 
 # Instances of each batch, by rank. An instance is a question, which is a call of a metric.
@@ -490,3 +491,36 @@ def test_metrics_of_one_worker_s_instances_are_named(caplog: Any) -> None:
     assert len(messages) == 1
     assert "training_forgetful" in messages[0]
     assert "training_agreeing" not in messages[0] and "loss" not in messages[0]
+
+
+class Annealing(Model):
+    """Counts how often its metrics are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.linear = nn.Linear(2, 2)
+        self.accuracy = CategoricalAccuracy()
+        self.weight = 1.0
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = self.linear(x)
+        self.accuracy(logits, label)
+        return {"loss": self.weight * nn.functional.cross_entropy(logits, label)}
+
+    def get_metrics(self, reset: bool = False) -> Metrics:
+        self.weight *= 0.9
+        return {"accuracy": self.accuracy.get_metric(reset)}
+
+
+def labelled_batches(rank: int) -> List[Dict[str, torch.Tensor]]:
+    return [{"x": torch.eye(2) + i, "label": torch.tensor([0, 1])} for i in range(4)]
+
+
+def test_metrics_are_asked_for_as_often_as_by_gradient_descent() -> None:
+    arguments: Dict[str, Any] = {
+        "validation_data_loader": Batches(labelled_batches(0)),
+        "validation_metric": "+accuracy",
+    }
+    expected = Side(Annealing, labelled_batches, **arguments).train()
+    actual = Side(Annealing, labelled_batches, 2, log_every_num_steps=1, **arguments).train()
+    assert_same_weights(actual, expected)

@@ -178,6 +178,14 @@ class OfObjects(Sums):
     summed_attributes = ("scorer",)
 
 
+class OfMetrics(Sums):
+    summed_attributes = ("by_label",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_label = {"a": CategoricalAccuracy()}
+
+
 class Absent(Sums):
     summed_attributes = ("absent",)
 
@@ -221,6 +229,7 @@ REFUSED = {
     OfText: ["OfText.text"],
     Growing: ["list"],
     OfObjects: ["OfObjects.scorer"],
+    OfMetrics: ["OfMetrics.by_label.a"],
     Absent: ["Absent", "'absent'"],
     OfOneName: ["OfOneName", "('total',)"],
     Resetting: ["Resetting", "reset"],

@@ -97,6 +97,18 @@ def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path) -> None:
     assert continued == expected[len(begun) :]
 
 
+def test_a_plateau_is_of_the_metric_that_is_followed(tmp_path: Path) -> None:
+    schedule = {"type": "reduce_on_plateau", **SCHEDULES["reduce_on_plateau"]}
+    trainer = {
+        "type": "deepspeed",
+        "checkpointer": {"type": "deepspeed"},
+        "learning_rate_scheduler": schedule,
+    }
+    train({**trainer, "validation_metric": "+loss"}, tmp_path, num_epochs=2)
+    rates, _ = train({**trainer, "validation_metric": "-loss"}, tmp_path, num_epochs=5)
+    assert rates and all(rate == rates[0] for rate in rates)  # since losses fall
+
+
 class Halving(LearningRateScheduler):
     """Halves the rate with each of its own epochs."""
 
