@@ -298,7 +298,8 @@ def clip_values(optimizer: torch.optim.Optimizer, limit: float) -> Callable[[], 
     hooks = ExitStack()
     first = optimizer.register_step_pre_hook(clip)
     # AllenNLP clips before it calls `step`, and so before the optimizer's own hooks.
-    optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)
+    pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+    pre_hooks.move_to_end(first.id, last=False)
     hooks.callback(first.remove)
     hooks.callback(optimizer.register_step_post_hook(leave).remove)
     return hooks.close

@@ -216,6 +216,172 @@ def test_adafactor_in_python_is_refused() -> None:
     assert "The optimizer is Adafactor, which isn't element-wise" in side.refusal()
 
 
+# Of users, with updates that depend on more than gradients and values of the groups
+
+
+class DecaysMatrices(torch.optim.SGD):
+    """It decays only matrices."""
+
+    weight_decay = 1e-4
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim > 1:
+                    parameter.grad.add_(parameter, alpha=self.weight_decay)
+        return super().step(closure)
+
+
+class AdamDecaysMatrices(torch.optim.AdamW):
+    """As `DecaysMatrices`, decoupled from the gradients."""
+
+    def __init__(self, parameters: Any, lr: float, **settings: Any) -> None:
+        super().__init__(parameters, lr=lr, weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim > 1:
+                    parameter.mul_(1 - group["lr"] * DecaysMatrices.weight_decay)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("optimizer", [DecaysMatrices, AdamDecaysMatrices])
+def test_a_small_decay_that_depends_on_shapes_is_refused(optimizer: Any, lr: float) -> None:
+    side = Side(Layers, batches, 2, optimizer=partial(optimizer, lr=lr, momentum=0.9))
+    assert f"The optimizer is {optimizer.__name__}, which isn't element-wise" in side.refusal()
+
+
+class Multiplied(torch.optim.Optimizer):
+    """Its rates are in a list of the group, or in attributes of the parameters."""
+
+    def __init__(self, parameters: Any, in_group: bool) -> None:
+        group = {"params": list(parameters)}
+        if in_group:
+            group["scales"] = [1.0] * (len(group["params"]) - 1) + [10.0]
+        super().__init__([group], {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        for group in self.param_groups:
+            scales = group.get("scales", [getattr(p, "scale", 1.0) for p in group["params"]])
+            for parameter, scale in zip(group["params"], scales):
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * scale)
+
+
+class Marked(Layers):
+    """The attribute of the last weight is that of `Multiplied`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].bias.scale = 10.0  # type: ignore[assignment]
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    "in_group, stage, precision",
+    [(True, 1, {}), (True, 3, {}), (False, 0, BF16), (False, 2, {}), (False, 3, {})],
+)
+def test_one_that_reads_what_only_parameters_have_is_refused(
+    in_group: bool, stage: int, precision: Any
+) -> None:
+    message = Side(
+        Layers if in_group else Marked,
+        batches,
+        stage,
+        deepspeed_config=precision,
+        optimizer=partial(Multiplied, in_group=in_group),
+    ).refusal()
+    assert ("isn't element-wise" if stage else "reads attributes of parameters") in message
+
+
+@pytest.mark.parametrize(
+    "stage, precision, optimizer",
+    [(0, {}, partial(Multiplied, in_group=False)), (0, BF16, None), (3, {}, None)],
+)
+def test_attributes_that_it_reads_only_from_parameters_or_not_at_all_are_allowed(
+    stage: int, precision: Any, optimizer: Any
+) -> None:
+    optimizer = optimizer or partial(torch.optim.SGD, lr=0.1)
+    actual = Side(Marked, batches, stage, deepspeed_config=precision, optimizer=optimizer).train()
+    expected = Side(Marked, batches, optimizer=optimizer).train()
+    assert_same_weights(actual, expected, **({"tolerance": 0.1} if precision else {}))
+
+
+class Zeroing(torch.optim.SGD):
+    """Leaves gradients of 0, which have unused parameters decay."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+class Annealing(torch.optim.SGD):
+    """Reduces its rate once a step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+class Resetting(torch.optim.SGD):
+    """Reduces its momentum once a step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for state in self.state.values():
+            state["momentum_buffer"].mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "optimizer, stage", [(Zeroing, 0), (Zeroing, 2), (Annealing, 0), (Annealing, 3), (Resetting, 1)]
+)
+def test_one_with_an_effect_in_zero_grad_is_refused(optimizer: Any, stage: int) -> None:
+    construct = partial(optimizer, lr=0.1, momentum=0.9)
+    message = Side(Layers, batches, stage, optimizer=construct).refusal()
+    effect = "sets gradients to zeros" if optimizer is Zeroing else "changes its groups, states or"
+    assert f"whose `zero_grad` {effect}" in message
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps an inner optimizer, which has the same groups or the same parameters."""
+
+    def __init__(self, parameters: Any, shares: bool) -> None:
+        parameters = list(parameters)
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+        super().__init__(groups, {"lr": 0.1})
+        self.inner = torch.optim.SGD([dict(g) for g in groups], lr=0.1, momentum=0.9)
+        if shares:
+            self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):  # type: ignore[override]
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_inner_optimizer_with_groups_of_its_own_is_refused(stage: int) -> None:
+    message = Side(Layers, batches, stage, optimizer=partial(Wrapper, shares=False)).refusal()
+    assert "'inner', a SGD, has groups of its own" in message
+
+
+@pytest.mark.parametrize("stage, shares", [(0, False), (0, True), (2, True), (3, True)])
+def test_an_inner_optimizer_is_exact_if_it_has_the_same_groups_or_full_weights(
+    stage: int, shares: bool, caplog
+) -> None:
+    optimizer = partial(Wrapper, shares=shares)
+    assert_same_weights(trained_alone(optimizer, stage), trained_alone(optimizer, None))
+    assert not [r for r in caplog.messages if "may not be element-wise" in r]
+
+
 class ByName(MovingAverage):
     """A user's, with a state of its own, and another average of biases."""
 

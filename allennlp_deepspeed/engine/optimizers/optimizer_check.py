@@ -22,7 +22,11 @@ from allennlp_deepspeed.config.schema_validation import ROOT
 from allennlp_deepspeed.config.settings import ResolvedConfig
 from allennlp_deepspeed.deepspeed_api import DEEPSPEED_OPTIMIZERS
 from allennlp_deepspeed.engine.optimizers.muon import MuonOptimizer
-from allennlp_deepspeed.engine.optimizers.optimizer_probe import updates_shards_as_weights
+from allennlp_deepspeed.engine.optimizers.optimizer_probe import (
+    effect_of_zero_grad,
+    updates_shards_as_weights,
+    users_attributes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +161,9 @@ def check_object(
     optimizer: torch.optim.Optimizer, config: ResolvedConfig, device: torch.device
 ) -> None:
     """
-    Checks that an optimizer updates shards as it updates full weights. Warns if that can't be
-    tested.
+    Checks that an optimizer updates shards as it updates full weights, and master weights as
+    parameters, and that `zero_grad`, which is never called, has no other effect. Warns if the
+    shards can't be tested.
 
     # Parameters
 
@@ -170,14 +175,18 @@ def check_object(
     # Raises
 
     `ConfigurationError`
-        If it updates shards differently.
+        If it updates shards or master weights differently, or `zero_grad` has an effect.
     """
     name = type(optimizer).__name__
     subject = f"The optimizer is {name}"
     _check_class(subject, type(optimizer), config)
     if any(group.get("use_muon") for group in optimizer.param_groups):
         MuonOptimizer.check(config, subject)
-    if config.zero_stage == 0 or _is_deepspeeds(optimizer):
+    if _is_deepspeeds(optimizer):
+        return
+    _check_zero_grad(subject, optimizer)
+    if config.zero_stage == 0:
+        _check_attributes(subject, optimizer, config)
         return
     world_size = _world_size()
     is_same = updates_shards_as_weights(optimizer, config.zero_stage, world_size, _CPU)
@@ -185,6 +194,7 @@ def check_object(
         # It may have a kernel for the device only.
         is_same = updates_shards_as_weights(optimizer, config.zero_stage, world_size, device)
     if is_same is False:
+        _check_inner_groups(subject, optimizer, config)
         raise _not_elementwise(subject, config)
     if is_same is None and (world_size == 1 or dist.get_rank() == 0):
         logger.warning(
@@ -194,6 +204,51 @@ def check_object(
             name,
             config.zero_stage,
         )
+
+
+def _check_zero_grad(subject: str, optimizer: torch.optim.Optimizer) -> None:
+    known = (torch.optim.Optimizer.zero_grad, MultiOptimizer.zero_grad)
+    effect = effect_of_zero_grad(optimizer) if type(optimizer).zero_grad not in known else None
+    if effect is not None:
+        raise ConfigurationError(
+            f"{subject}, whose `zero_grad` {effect}, but the 'deepspeed' trainer doesn't call it "
+            "and sets gradients to None instead: move what it does to `step`, or remove the method"
+        )
+
+
+def _check_attributes(
+    subject: str, optimizer: torch.optim.Optimizer, config: ResolvedConfig
+) -> None:
+    """Refuses an optimizer that reads attributes of parameters but updates master weights."""
+    if (
+        config.precision in ("bf16", "fp16")
+        and users_attributes(optimizer)
+        and updates_shards_as_weights(optimizer, 0, 1, _CPU) is False
+    ):
+        raise ConfigurationError(
+            f"{subject}, whose step reads attributes of parameters, but with "
+            f"'{ROOT}.{config.precision}' DeepSpeed updates master weights, which have none: write "
+            'them in \'parameter_groups\', or write "torch_autocast": {"enabled": true} instead of '
+            "that section"
+        )
+
+
+def _check_inner_groups(
+    subject: str, optimizer: torch.optim.Optimizer, config: ResolvedConfig
+) -> None:
+    """Refuses an optimizer that steps another, which doesn't get the shards."""
+    groups = {id(group) for group in optimizer.param_groups}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer) and groups.isdisjoint(
+            map(id, value.param_groups)
+        ):
+            raise ConfigurationError(
+                f"{subject}, which steps other tensors than those of its 'param_groups': '{name}', "
+                f"a {type(value).__name__}, has groups of its own. At ZeRO stage "
+                f"{config.zero_stage} it wouldn't receive the shards, and the weights wouldn't "
+                f"change. Share the groups, as by `self.param_groups = self.{name}.param_groups`, "
+                'or write "deepspeed_config": {"zero_optimization": {"stage": 0}}'
+            )
 
 
 def _is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
@@ -231,9 +286,9 @@ def _check_sample(
 
 def _not_elementwise(subject: str, config: ResolvedConfig) -> ConfigurationError:
     return ConfigurationError(
-        f"{subject}, which isn't element-wise (it uses the shape or norm of a weight, or of all): "
-        "its updates of the flattened shards that it receives at ZeRO stage "
-        f'{config.zero_stage} differ from those of the weights. Write "deepspeed_config": '
+        f"{subject}, which isn't element-wise (it uses the shape, norm, attributes or place of a "
+        "weight, or the norm of all): its updates of the flattened shards that it receives at ZeRO "
+        f'stage {config.zero_stage} differ from those of the weights. Write "deepspeed_config": '
         '{"zero_optimization": {"stage": 0}}, or "adamw"'
     )
 
