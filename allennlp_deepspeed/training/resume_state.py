@@ -126,7 +126,7 @@ class ResumeState:
                 "run: on GPUs cuDNN holds its random state, which can't be saved.",
                 ", ".join(modules),
             )
-        self._attributes.load_state_dict(state["modules"])
+        self._restore_model(state)
         self._progress.finish_fast_forward()
         announce(logger, "Resumed training %s", self._progress.describe_resume_point())
         if state["running_loss"] is not None:
@@ -135,6 +135,20 @@ class ResumeState:
             self._running_loss.load_state_dict(
                 {name: loss * ratio for name, loss in state["running_loss"].items()}
             )
+
+    def _restore_model(self, state: Dict[str, Any]) -> None:
+        self._attributes.load_state_dict(state["modules"])
+        for name, parameter in self._model.named_parameters():
+            is_trained = name not in state["frozen"]
+            if parameter.requires_grad != is_trained:  # as a callback has set it
+                parameter.requires_grad_(is_trained)
+
+    def finish_training(self) -> None:
+        """Restores the model after the last epoch, if no step is left after the checkpoint."""
+        if self._pending_state is not None and self._progress.point == self._progress.resume_point:
+            state, self._pending_state = self._pending_state, None
+            set_random_states(state["random_states"])
+            self._restore_model(state)
 
     def finish_epoch(self, metrics: Dict[str, float]) -> Dict[str, float]:
         """
@@ -208,6 +222,7 @@ class ResumeState:
             "steps_of_running_loss": steps,
             "random_states": random_states(),
             "modules": self._attributes.state_dict(),
+            "frozen": [n for n, p in self._model.named_parameters() if not p.requires_grad],
             **self._callback_states(),
         }
         if self._is_validating and self._before_validation is not None:

@@ -173,6 +173,7 @@ class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
                 self._ddp_wrapped_model.explain_compiler_errors(),
             ):
                 metrics, epoch = super()._try_train()
+            self._resume_state.finish_training()
             if self._checkpointer is not None:
                 # Callbacks may copy the directory in `on_end`, on any rank.
                 self._checkpointer.finish()

@@ -251,6 +251,56 @@ def test_buffers_that_are_not_persistent_are_as_without_an_interruption(
     assert_same_weights(actual, expected, tolerance=0)
 
 
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_a_run_without_steps_left_has_the_model_of_its_end(tmp_path: Path, num_epochs: int):
+    """The `num_passes`, which no evaluation after `--recover` may begin without."""
+    train(tmp_path, num_epochs=num_epochs)
+    expected = num_epochs * len(Task().arguments(tmp_path)["data_loader"])
+    assert train(tmp_path, num_epochs=num_epochs).num_passes == expected
+
+
+class Freezing(TrainerCallback):
+    """Freezes a layer that was trained in the first epoch, or trains one that was frozen in it."""
+
+    def __init__(self, thaws: bool) -> None:
+        super().__init__("")
+        self._thaws = thaws
+
+    def on_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.model.layer.requires_grad_(not self._thaws)
+
+    def on_epoch(self, trainer: Any, *args: Any, epoch: int, **kwargs: Any) -> None:
+        if epoch == 0:
+            trainer.model.layer.requires_grad_(self._thaws)
+
+
+class TwoLayers(Model):
+    def __init__(self) -> None:
+        super().__init__(Vocabulary())
+        self.layer, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": (self.last(self.layer(x)) - 1).pow(2).mean()}
+
+
+@pytest.mark.parametrize("thaws", [True, False])
+def test_what_a_callback_has_frozen_is_resumed(tmp_path: Path, thaws: bool):
+    def train(directory: Path, num_epochs: int) -> StateDict:
+        directory.mkdir(exist_ok=True)
+        return Side(
+            TwoLayers,
+            vectors,
+            0,
+            num_epochs=num_epochs,
+            callbacks=lambda: [Freezing(thaws)],
+            checkpointer=DeepSpeedCheckpointer(directory),
+        ).train(directory)
+
+    expected = train(tmp_path / "uninterrupted", 4)
+    train(tmp_path / "resumed", 2)
+    assert_same_weights(train(tmp_path / "resumed", 4), expected, tolerance=0)
+
+
 @pytest.mark.parametrize("stage, before, after", [(1, 1, 2), (2, 2, 1), (3, 1, 2), (3, 2, 1)])
 def test_all_state_of_the_model_is_resumed_with_another_number_of_workers(
     tmp_path: Path, stage: int, before: int, after: int
