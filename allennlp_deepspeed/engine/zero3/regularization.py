@@ -79,7 +79,7 @@ class PartitionedRegularizer:
             del self._model.get_regularization_penalty
 
     def _after_forward(self, model: Model, inputs: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled():
+        if model.training or torch.is_grad_enabled():
             self._penalty = self._compute_penalty()
 
     def _last_penalty(self) -> Optional[torch.Tensor]:
