@@ -79,6 +79,8 @@ class BestWeights:
         """Whether this training has completed a best epoch."""
         self.saved_at: Optional[PointInTime] = None
         """The point in time when the weights were last saved."""
+        self.are_loaded = False
+        """Whether the model has them, in the place of those of the last epoch."""
 
     def save(self, point: PointInTime) -> None:
         """Saves the current weights. Must be called on every rank."""
@@ -92,6 +94,7 @@ class BestWeights:
         """
         Loads the best weights into the model. Must be called on every rank. Rank 0 reads the file.
         """
+        self.are_loaded = True
         state_dict = None
         if dist.get_rank() == 0:
             # Mapped, to avoid a copy of the file in memory.

@@ -129,7 +129,10 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._saves_nothing = False
         self.save_on_preemption = arguments.save_on_preemption
         self.is_time = False
-        """Whether the ranks have agreed that `save_every_num_seconds` have elapsed."""
+        """
+        Whether the ranks have agreed that `save_every_num_seconds` have elapsed, or a checkpoint
+        was asked for where training can't be resumed.
+        """
         self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
         """
         Called in a thread after a commit, with the checkpoint's path and size in bytes, the seconds
@@ -279,7 +282,8 @@ class DeepSpeedCheckpointer(Checkpointer):
     def save_checkpoint(self, trainer: TrainerProtocol) -> None:  # type: ignore[override]
         """
         Saves a checkpoint. It is committed, and older ones are pruned, in a background thread while
-        training continues. Must be called on every rank.
+        training continues. Must be called on every rank. Where training can't be resumed, as in
+        `on_epoch` of a callback, it is saved at the next point in time where it can.
 
         # Raises
 
@@ -290,6 +294,15 @@ class DeepSpeedCheckpointer(Checkpointer):
         """
         if trainer.engine.zero_nvme_offload_optimizer():
             return  # the warning is in `load_checkpoint`
+        if trainer.best_weights.are_loaded:
+            logger.warning(
+                "No checkpoint is saved after training, because the model has its best weights: "
+                "save it in 'on_epoch' of the callback."
+            )
+            return
+        if not trainer.is_resumable:
+            self.is_time = True
+            return
         self._scores = trainer.validation_scores
         with trainer.weights_to_save():
             self._save(trainer)

@@ -87,6 +87,12 @@ class TrainerProtocol(Protocol):
     def validation_scores(self) -> Mapping[PointInTime, float]:
         """The scores of checkpoints whose weights have been validated. The higher, the better."""
 
+    @property
+    def is_resumable(self) -> bool:
+        """
+        Returns whether training could be resumed from the state as it is. The same on every rank.
+        """
+
     def get_checkpoint_state(self) -> TrainerCheckpoint:
         """
         Returns this rank's training state: the state of each part, and the values that the

@@ -63,7 +63,7 @@ class ResumeState:
         self._attributes = AttributeStates(model)
         # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
-        self._is_validating = False
+        self._is_validating = self._is_interrupted = False
         self.has_finished_steps = False
         """Whether the steps of the current epoch are over."""
         # The argument of `load_state_dict`, until its point in time is reached.
@@ -84,7 +84,7 @@ class ResumeState:
         read.
         """
         self._before_validation = None
-        self._is_validating = self.has_finished_steps = False
+        self._is_validating = self._is_interrupted = self.has_finished_steps = False
         self._restore_if_reached()
         epoch = self._progress.epochs_completed
         if self._progress.is_fast_forwarding and epoch < len(self._epoch_starts):
@@ -188,6 +188,7 @@ class ResumeState:
 
     def start_validation(self) -> None:
         """Records the start of a validation. Must be called before its data are read."""
+        self._is_validating = True
         if self.saves_during_validation and not self.has_finished_steps:
             # The trainer restores everything else.
             self._before_validation = copy.deepcopy(self._callback_states())
@@ -195,6 +196,7 @@ class ResumeState:
 
     def finish_validation(self) -> None:
         """Must be called after a validation, unless it was interrupted."""
+        self._is_validating = False
         epochs, steps = self._progress.point
         self._validations.finish(None if self.has_finished_steps else steps)
         if self.has_finished_steps:
@@ -203,14 +205,24 @@ class ResumeState:
     @property
     def is_validation_interrupted(self) -> bool:
         """Returns whether `interrupt_validation` has been called in this epoch."""
-        return self._is_validating
+        return self._is_interrupted
+
+    @property
+    def is_resumable(self) -> bool:
+        """
+        Returns whether training could be resumed from the state as it is. Neither can it within a
+        validation nor after the last step of an epoch until that has been counted: schedules have
+        been stepped, and would be again.
+        """
+        is_epoch_ending = self.has_finished_steps and self._progress.batches_in_epoch_completed > 0
+        return self._is_interrupted or not (self._is_validating or is_epoch_ending)
 
     def interrupt_validation(self) -> None:
         """
         Sets the state to that before the validation, so that it will be restarted, for a checkpoint
         that is saved during it.
         """
-        self._is_validating = True
+        self._is_interrupted = True
 
     def state_dict(self) -> Dict[str, Any]:
         steps = self._progress.batches_in_epoch_completed
@@ -225,7 +237,7 @@ class ResumeState:
             "frozen": [n for n, p in self._model.named_parameters() if not p.requires_grad],
             **self._callback_states(),
         }
-        if self._is_validating and self._before_validation is not None:
+        if self._is_interrupted and self._before_validation is not None:
             state.update(self._before_validation)
         return state
 

@@ -84,6 +84,13 @@ class TrainerInterface(GradientDescentTrainer):
         """Returns the `DeepSpeedEngine` of the model."""
         return self._ddp_wrapped_model.engine
 
+    @property
+    def is_resumable(self) -> bool:
+        """
+        Returns whether training could be resumed from the state as it is. The same on every rank.
+        """
+        return self._resume_state.is_resumable
+
     @contextmanager
     def session(self) -> Iterator[None]:
         """

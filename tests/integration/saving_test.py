@@ -3,14 +3,16 @@ Saving a checkpoint while training goes on.
 """
 
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from allennlp.common import Lazy, Params
 from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 from allennlp.training.moving_average import ExponentialMovingAverage
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
@@ -279,9 +281,76 @@ def test_a_save_during_evaluation_is_of_the_weights_of_training(
     )
     assert all((expected[name].numpy() == actual[name]).all() for name in expected)
     assert any((of_training[name] != actual[name]).any() for name in expected)
-    for point in ("e0_b3", "e1_b0"):
-        saved = saved_tensors(tmp_path / f"checkpoint_{point}")
-        assert all((saved[name].numpy() == of_training[name].ravel()).all() for name in expected)
+    saved = saved_tensors(tmp_path / "checkpoint_e1_b0")
+    assert all((saved[name].numpy() == of_training[name].ravel()).all() for name in expected)
+
+
+class SaveAt(TrainerCallback):
+    """Asks for a checkpoint where one can't be resumed from, in the first run."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__("")
+        self.place = place
+
+    def on_batch(self, trainer: Any, *args: Any, is_training: bool, **kwargs: Any) -> None:
+        if self.place == "validation" and not is_training:
+            trainer.checkpointer.save_checkpoint(trainer)
+
+    def on_epoch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.place == "epoch":
+            trainer.checkpointer.save_checkpoint(trainer)
+
+    def on_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.place == "end":
+            trainer.checkpointer.save_checkpoint(trainer)
+
+
+@pytest.mark.parametrize(
+    "place, every, points",
+    [
+        ("validation", None, ["e1_b0"]),
+        ("validation", 2, ["e0_b2", "e1_b0"]),
+        ("epoch", None, ["e1_b0"]),
+        ("epoch", 2, ["e1_b0"]),
+        ("end", None, ["e1_b0"]),
+        ("end", 2, []),  # the best weights, which aren't the last, are in their place
+    ],
+)
+@pytest.mark.parametrize("stage, world_size", [(0, 1), (2, 2)])
+def test_training_resumes_from_what_a_callback_has_saved(
+    stage: int, world_size: int, place: str, every: Optional[int], points: List[str], tmp_path: Path
+) -> None:
+    def train(num_epochs: int, directory: Path, place: str = "") -> Any:
+        def results(trainer: Any) -> Any:
+            weights = trained(trainer)
+            rates = [group["lr"] for group in trainer.engine.basic_optimizer.param_groups]
+            return weights, rates, trainer._metric_tracker.state_dict()
+
+        side = Side(
+            Judged,
+            batches,
+            stage,
+            world_size,
+            num_epochs=num_epochs,
+            learning_rate_scheduler=Lazy(
+                LearningRateScheduler, Params({"type": "step", "step_size": 1, "gamma": 0.5})
+            ),
+            validation_data_loader=Batches(batches(0)[:1]),
+            validate_every_num_batches=every,
+            checkpointer=DeepSpeedCheckpointer(directory, save_completed_epochs=False),
+            callbacks=lambda: [SaveAt(place)],
+        )
+        return side.on_all_ranks(results, directory)
+
+    train(1, tmp_path / "resumed", place)
+    saved = sorted(path.name for path in (tmp_path / "resumed").glob("checkpoint_*"))
+    assert saved == [f"checkpoint_{point}" for point in points]
+    resumed, expected = train(3, tmp_path / "resumed"), train(3, tmp_path / "uninterrupted")
+    for (weights, *others), (weights_expected, *others_expected) in zip(
+        resumed, expected, strict=True
+    ):
+        assert others == others_expected
+        assert all((weights[name] == weights_expected[name]).all() for name in weights)
 
 
 class Wide(Model):
