@@ -33,7 +33,7 @@ from tests.cross.model import Interruption, to_instance
 from tests.support import fp16_on_cpu  # noqa: F401  # where pytest has not imported it
 from tests.support.command import allennlp
 from tests.support.experiment import Result
-from tests.support.workers import run_workers
+from tests.support.workers import run_workers, start_fork
 
 TIME_LIMIT = 60  # seconds, for a case
 
@@ -124,8 +124,13 @@ def _run(workers: int, work: Callable[[int], None]) -> None:
     if workers > 1:
         run_workers(workers, work)
         return
+
     # Without a process group, as in a user's process.
-    process = multiprocessing.get_context("fork").Process(target=work, args=(0,))
+    def work_alone() -> None:
+        start_fork()
+        work(0)
+
+    process = multiprocessing.get_context("fork").Process(target=work_alone)
     process.start()
     process.join()
 

@@ -15,6 +15,7 @@ from allennlp.common.checks import ConfigurationError
 
 from allennlp_deepspeed.launch.config_check import check
 from tests.support.command import Run, allennlp
+from tests.support.workers import start_fork
 
 TRAINED = "trained"
 REFUSED = "refused before data are read"
@@ -69,6 +70,7 @@ def checked(config: Dict[str, Any]) -> Optional[Outcome]:
 
 
 def _check(config: Dict[str, Any], writer: Any) -> None:
+    start_fork()
     outcome: Optional[Outcome] = None
     try:
         check(Params(json.loads(json.dumps(config))))

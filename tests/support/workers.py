@@ -58,6 +58,16 @@ def run_workers(world_size: int, function: Callable[[int], Any]) -> List[Any]:
     return results
 
 
+def start_fork() -> None:
+    """To be called first by a forked process that trains."""
+    # What trainings have left in the process that was forked isn't to be collected here: it would
+    # wait for threads that haven't come along.
+    gc.freeze()
+    # A process that was forked makes PyTorch's thread pool anew when it is first asked for, and
+    # aborts if the threads of a backward pass are the first, which ask at once.
+    torch.set_num_threads(1)
+
+
 def _receive(receiver: Any) -> Any:
     try:
         return receiver.recv()
@@ -69,12 +79,7 @@ def _work(
     rank: int, world_size: int, directory: Path, function: Callable[[int], Any], sender: Any
 ) -> None:
     faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=sys.__stderr__)
-    # What trainings have left in the process that was forked isn't to be collected here: it would
-    # wait for threads that haven't come along.
-    gc.freeze()
-    # A process that was forked makes PyTorch's thread pool anew when it is first asked for, and
-    # aborts if the threads of a backward pass are the first, which ask at once.
-    torch.set_num_threads(1)
+    start_fork()
     store = dist.FileStore(str(directory / "store"), world_size)  # needs no port
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     # One that is done at once would leave while others still connect to it.
