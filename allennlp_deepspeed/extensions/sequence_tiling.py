@@ -198,8 +198,22 @@ class _TiledForward:
                     "gradient, but is neither its input nor one of its parameters: pass it on "
                     "within a module that isn't tiled, or choose other modules."
                 )
+            self._check_attributes(tile)
             self._has_own_graph = True
         return output
+
+    def _check_attributes(self, tile: torch.Tensor) -> None:
+        """Checks that no loss can be made of what the module has computed, but for its output."""
+        for module_name, module in self._module.named_modules(prefix=self._name):
+            for attribute, value in vars(module).items():
+                values = value if isinstance(value, (list, tuple)) else [value]
+                tensors = [v for v in values if isinstance(v, torch.Tensor)]
+                if any(leaf is tile for tensor in tensors for leaf in _leaves(tensor)):
+                    raise ConfigurationError(
+                        f"'{_KEY}' matches {self._name}, but {module_name}.{attribute} keeps what "
+                        "is computed from a tile, which would have no gradient: detach it, or "
+                        "choose other modules."
+                    )
 
     def _check(self, hidden: torch.Tensor) -> None:
         """

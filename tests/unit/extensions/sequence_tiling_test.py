@@ -110,6 +110,42 @@ def test_a_gradient_of_what_is_not_the_module_s_is_refused(is_computed: bool) ->
     undo()
 
 
+class Regularized(torch.nn.Module):
+    """Keeps its activations, or what they cost, for a loss outside."""
+
+    def __init__(self, keeps_list: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.keeps_list = keeps_list
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self.linear(hidden)
+        self.kept = [output] if self.keeps_list else output.square().mean()
+        return output
+
+
+@pytest.mark.parametrize("keeps_list", [True, False])
+def test_a_loss_of_what_a_module_keeps_is_refused(keeps_list: bool) -> None:
+    layer = Layer(Regularized(keeps_list))
+    undo = tile_modules(layer, {"modules": ["mlp$"], "num_tiles": 2}, zero_stage=0)
+    output = layer(torch.randn(2, 6, 4))
+    with pytest.raises(ConfigurationError, match="mlp.kept"):
+        output.sum().backward()
+    undo()
+
+
+def test_computed_weights_are_not_of_a_tile() -> None:
+    linear = torch.nn.utils.weight_norm(torch.nn.Linear(4, 4))
+    layer, hidden = Layer(torch.nn.Sequential(linear)), torch.randn(2, 6, 4)
+    layer(hidden).sum().backward()
+    expected = linear.weight_g.grad.clone()
+    layer.zero_grad()
+    undo = tile_modules(layer, {"modules": ["mlp$"], "num_tiles": 2}, zero_stage=0)
+    layer(hidden).sum().backward()
+    undo()
+    torch.testing.assert_close(linear.weight_g.grad, expected)
+
+
 def test_the_loss_of_routers_keeps_its_gradient() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 11}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
