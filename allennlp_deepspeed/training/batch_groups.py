@@ -232,6 +232,15 @@ def micro_batch_size(data_loader: DataLoader) -> Optional[int]:
     return fixed_size(getattr(data_loader, "batch_size", None))
 
 
+def repeats_batches(data_loader: DataLoader) -> bool:
+    """
+    Returns whether an epoch that is read again with the same random states has the same batches.
+    The processes of AllenNLP's loader seed Python's generator when they start, and several pass on
+    their batches in any order.
+    """
+    return not (isinstance(data_loader, MultiProcessDataLoader) and data_loader.num_workers > 0)
+
+
 def has_exact_length(data_loader: DataLoader) -> bool:
     """
     Returns whether an epoch has exactly `len()` batches, which only AllenNLP's own classes

@@ -27,6 +27,8 @@ class Progress:
     """Whether this rank has warned of batches that it drops, since other ranks have fewer."""
     num_forward_passes: int = 0
     """Number of forward passes for training in this epoch, by the trainer or by other callers."""
+    instances_in_epoch: int = 0
+    """Number of instances in this rank's batches of this epoch, trained or skipped."""
     validated_point: PointInTime = PointInTime(0, 0)
     """The point in time of the weights that have been validated last."""
     score_for_schedules: Optional[float] = None

@@ -1,18 +1,23 @@
 import copy
 import logging
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
+import torch.distributed as dist
+from allennlp.data.data_loaders import TensorDict
 from allennlp.models import Model
 from allennlp.training.callbacks import TrainerCallback
 
 from allennlp_deepspeed.announcements import announce
 from allennlp_deepspeed.checkpoint.attribute_states import AttributeStates
 from allennlp_deepspeed.checkpoint.checkpoint_directory import PointInTime
+from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
+from allennlp_deepspeed.engine.process import collectives
 from allennlp_deepspeed.engine.process.random_states import (
     find_unrestorable_dropout,
     random_states,
     set_random_states,
 )
+from allennlp_deepspeed.reports.interval_metrics import num_instances
 from allennlp_deepspeed.training.callbacks import OWN_CALLBACKS
 from allennlp_deepspeed.training.progress import Progress
 from allennlp_deepspeed.training.running_loss import RunningLoss
@@ -40,6 +45,9 @@ class ResumeState:
     validations : `ValidationHistory`, required.
     saves_during_validation : `bool`, required.
         Whether a checkpoint may be saved during a validation.
+    batch_settings : `Callable[[], Any]`, required.
+        Returns what the number of instances in a rank's steps depends on, as plain data; `None` if
+        it may differ each time.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class ResumeState:
         running_loss: RunningLoss,
         validations: ValidationHistory,
         saves_during_validation: bool,
+        batch_settings: Callable[[], Any],
     ) -> None:
         self._progress = progress
         self._model = model
@@ -57,6 +66,7 @@ class ResumeState:
         self._running_loss = running_loss
         self._validations = validations
         self.saves_during_validation = saves_during_validation
+        self._batch_settings = batch_settings
         self._epoch_starts: List[Dict[str, Any]] = []
         # The training metrics of each epoch.
         self._metrics: List[Dict[str, Any]] = []
@@ -66,6 +76,7 @@ class ResumeState:
         self._is_validating = self._is_interrupted = False
         self.has_finished_steps = False
         """Whether the steps of the current epoch are over."""
+        self._has_same_batch_settings = False
         # The argument of `load_state_dict`, until its point in time is reached.
         self._pending_state: Optional[Dict[str, Any]] = None
         # The same, if the checkpoint was saved during a validation, until that is restarted.
@@ -85,6 +96,7 @@ class ResumeState:
         """
         self._before_validation = None
         self._is_validating = self._is_interrupted = self.has_finished_steps = False
+        self._progress.instances_in_epoch = 0
         self._restore_if_reached()
         epoch = self._progress.epochs_completed
         if self._progress.is_fast_forwarding and epoch < len(self._epoch_starts):
@@ -93,11 +105,22 @@ class ResumeState:
             # A caller of `_train_epoch` may train an epoch of this number again.
             self._epoch_starts[epoch:] = [random_states()]
 
-    def skip_step(self) -> None:
+    def skip_step(self, micro_batches: Sequence[TensorDict]) -> None:
         """
         Skips a step. Must be called instead of training on it, before the data of the next step are
         read.
+
+        # Parameters
+
+        micro_batches : `Sequence[TensorDict]`, required.
+            Those on this rank.
+
+        # Raises
+
+        `CheckpointError`
+            On every rank, if the checkpoint is reached, and these steps had other batches before.
         """
+        self._progress.instances_in_epoch += sum(map(num_instances, micro_batches))
         self._progress.complete_step()
         self._validations.fast_forward(self._progress.batches_in_epoch_completed)
         self._restore_if_reached()
@@ -116,6 +139,7 @@ class ResumeState:
         if self._pending_state is None:
             return
         state, self._pending_state = self._pending_state, None
+        self._check_batches(state)
         if "train_metrics" in state:
             self._interrupted_validation = state
         set_random_states(state["random_states"])
@@ -135,6 +159,29 @@ class ResumeState:
             self._running_loss.load_state_dict(
                 {name: loss * ratio for name, loss in state["running_loss"].items()}
             )
+
+    def _check_batches(self, state: Dict[str, Any]) -> None:
+        """
+        Refuses to continue within an epoch if its batches have other sizes than before, unless the
+        checkpointer knows why and has converted the position. A user's sampler may report no batch
+        size, and a callback may have changed it.
+        """
+        point = self._progress.resume_point
+        if point.steps == 0:
+            return
+        before, now = state.get("instances_in_epoch"), self._progress.instances_in_epoch
+        problem = None
+        if self._has_same_batch_settings and now != before:
+            problem = (
+                f"Training can't be resumed {point.describe()}: worker {dist.get_rank()} had read "
+                f"{before} instances in the steps of this epoch, which have {now} now, so data "
+                "would be skipped or trained twice. Restore the settings of 'data_loader' and its "
+                "sampler. Or move newer checkpoints away to resume from the end of an epoch "
+                "(checkpoint_e*_b0)."
+            )
+        problems = collectives.gather_problems(problem)
+        if problems:
+            raise CheckpointError(problems[0])
 
     def _restore_model(self, state: Dict[str, Any]) -> None:
         self._attributes.load_state_dict(state["modules"])
@@ -232,6 +279,8 @@ class ResumeState:
             "validations": self._validations.state_dict(),
             "running_loss": self._running_loss.state_dict() if steps > 0 else None,
             "steps_of_running_loss": steps,
+            "batch_settings": self._batch_settings(),
+            "instances_in_epoch": self._progress.instances_in_epoch,
             "random_states": random_states(),
             "modules": self._attributes.state_dict(),
             "frozen": [n for n, p in self._model.named_parameters() if not p.requires_grad],
@@ -268,6 +317,9 @@ class ResumeState:
             if name in own_states:
                 callback.load_state_dict(own_states[name])
         self._pending_state = state_dict
+        settings = self._batch_settings()
+        has_same = settings is not None and settings == state_dict.get("batch_settings")
+        self._has_same_batch_settings = has_same
         self._epoch_starts = list(state_dict["epoch_starts"])
         self._metrics = list(state_dict["metrics"])
         self._validations.load_state_dict(state_dict["validations"])

@@ -292,7 +292,9 @@ class StepMetrics:
             Those on this rank.
         """
         self.finish_batch_metrics()
-        self._num_instances += sum(map(num_instances, micro_batches))
+        num_in_step = sum(map(num_instances, micro_batches))
+        self._num_instances += num_in_step
+        self._progress.instances_in_epoch += num_in_step
         self.losses.start_step(num_accumulation_steps)
 
     def batch_metrics(self) -> BatchMetrics:

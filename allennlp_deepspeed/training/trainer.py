@@ -226,7 +226,7 @@ class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
                 if self._progress.is_fast_forwarding:
                     self.agreement.exchange("signal")
                     self._stop_if_signaled("while fast-forwarding to the checkpoint")
-                    self._resume_state.skip_step()
+                    self._resume_state.skip_step(group.micro_batches)
                     # It was interrupted.
                     if not self._progress.is_fast_forwarding and self._validation.is_due():
                         self._validation.validate_in_epoch(epoch)

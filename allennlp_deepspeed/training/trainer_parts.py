@@ -5,7 +5,7 @@ those before it. What a part changes elsewhere is undone before the engine is de
 
 import weakref
 from functools import partial
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 from unittest import mock
 
 import torch
@@ -28,6 +28,7 @@ from allennlp_deepspeed.engine.zero3.module_calls import describe_different_para
 from allennlp_deepspeed.reports.log_writers import LogWriters
 from allennlp_deepspeed.reports.run_report import RunReport
 from allennlp_deepspeed.training import callbacks
+from allennlp_deepspeed.training.batch_groups import micro_batch_size, repeats_batches
 from allennlp_deepspeed.training.callbacks import (
     EpochMetricsCallback,
     may_read_metrics,
@@ -150,7 +151,20 @@ def _resume_state(trainer: Any, arguments: TrainerArguments) -> ResumeState:
         trainer._step_metrics.losses,
         history,
         saves_during_validation=checkpointer is not None and checkpointer.save_on_preemption,
+        batch_settings=partial(_batch_settings, trainer),
     )
+
+
+def _batch_settings(trainer: Any) -> Optional[List[Optional[int]]]:
+    loader = trainer.data_loader
+    if not repeats_batches(loader):
+        return None
+    return [
+        micro_batch_size(loader),
+        trainer._num_gradient_accumulation_steps,
+        trainer.data_parallel_size,
+        torch.distributed.get_world_size(),
+    ]
 
 
 def _best_weights(trainer: Any, arguments: TrainerArguments) -> BestWeights:

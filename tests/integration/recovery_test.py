@@ -31,7 +31,7 @@ from tests.fixtures.malicious import Malicious
 from tests.integration.attribute_states_test import WithSchedulers
 from tests.integration.trainer_test import Task
 from tests.support.experiment import StateDict, assert_same_weights, load_config
-from tests.support.side_by_side import Batches, Side
+from tests.support.side_by_side import Batches, Side, error_of_training
 
 
 class Counting(BasicClassifier):
@@ -350,6 +350,69 @@ def test_what_was_validated_is_not_validated_again_by_another_number_of_workers(
         if checkpoint.name != "checkpoint_e0_b4":
             shutil.rmtree(checkpoint)
     assert train(after) == expected
+
+
+def twelve(size: Any) -> List[Dict[str, Any]]:
+    """Twelve instances in batches of a size, or of several."""
+    x = torch.rand(12, DIM, generator=torch.Generator().manual_seed(0))
+    return [{"x": part} for part in x.split(size)]
+
+
+def within_epoch(directory: Path, sizes: List[int], world_size: int = 1, **arguments: Any) -> Side:
+    """A side with batches of the size for each rank."""
+    return Side(
+        TwoLayers,
+        arguments.pop("batches", lambda rank: twelve(sizes[rank])),
+        2,
+        world_size,
+        num_epochs=1,
+        checkpointer=DeepSpeedCheckpointer(
+            directory, save_completed_epochs=False, save_every_num_batches=3
+        ),
+        **arguments,
+    )
+
+
+# Batches of 3 are 4 steps, with a checkpoint after the third.
+@pytest.mark.parametrize("before, after", [([3], [2]), ([3], [6]), ([3, 3], [3, 2])])
+def test_batches_of_other_sizes_within_an_epoch_are_refused(
+    tmp_path: Path, before: List[int], after: List[int], expect_message: Callable[[str], None]
+):
+    within_epoch(tmp_path, before, len(before)).train(tmp_path)
+    side = within_epoch(tmp_path, after, len(after))
+    (message,) = set(side.on_all_ranks(error_of_training, tmp_path))
+    assert message.startswith("CheckpointError: ")
+    expect_message(message)
+
+
+@pytest.mark.parametrize(
+    "after, arguments",
+    [([3], {}), ([2, 2], {"world_size": 2}), ([2], {"num_gradient_accumulation_steps": 2})],
+)
+def test_batches_of_other_sizes_within_an_epoch_are_resumed_if_the_position_is_known(
+    tmp_path: Path, after: List[int], arguments: Dict[str, Any]
+):
+    within_epoch(tmp_path, [3]).train(tmp_path)
+    within_epoch(tmp_path, after, **arguments).train(tmp_path)
+
+
+class Gathered(MultiProcessDataLoader):
+    """Batches in an order that the random numbers of its process make."""
+
+    def __init__(self, sizes: List[int]) -> None:
+        arguments: Any = {"batch_size": 4, "num_workers": 1, "max_instances_in_memory": 6}
+        super().__init__(DatasetReader(), "", **arguments)
+        self.index_with(Vocabulary())
+        self._sizes = sizes
+
+    def _iter_batches(self) -> Any:
+        return iter(twelve(self._sizes))
+
+
+def test_batches_that_no_run_repeats_are_resumed(tmp_path: Path):
+    for sizes in ([4, 4, 2, 2], [4, 2, 2, 4]):
+        loader = Gathered(sizes)
+        within_epoch(tmp_path, [], batches=lambda rank, loader=loader: loader).train(tmp_path)
 
 
 class Rates(TrainerCallback):

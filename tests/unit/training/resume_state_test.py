@@ -30,7 +30,9 @@ def resume_state(*callbacks: TrainerCallback) -> ResumeState:
     exchange = Agreement(lambda: torch.device("cpu")).exchange
     history = ValidationHistory(progress, [], exchange, False, lambda where: None)
     model: Any = torch.nn.Module()
-    return ResumeState(progress, model, list(callbacks), RunningLoss(), history, False)
+    return ResumeState(
+        progress, model, list(callbacks), RunningLoss(), history, False, lambda: None
+    )
 
 
 def test_a_callback_of_the_trainers_own_may_come_and_go_with_its_key() -> None:
