@@ -56,7 +56,7 @@ class Progress:
     def describe_resume_point(self) -> str:
         """Describes the point in time that training resumes from."""
         where = self.resume_point.describe()
-        if self._state_at_start.get("is_converted"):
+        if self.is_converted:
             return where  # the global step counts steps of the former size
         return f"{where} (global step {self.total_batches_completed_at_start})"
 
@@ -64,6 +64,11 @@ class Progress:
     def total_batches_completed_at_start(self) -> int:
         """Returns the optimizer steps of all epochs at the point that training resumes from."""
         return self._state_at_start.get("total_batches_completed", 0)
+
+    @property
+    def is_converted(self) -> bool:
+        """Returns whether the checkpoint has the number of steps of another size in its name."""
+        return self._state_at_start.get("is_converted", False)
 
     @property
     def is_fast_forwarding(self) -> bool:

@@ -230,6 +230,11 @@ class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
                     # It was interrupted.
                     if not self._progress.is_fast_forwarding and self._validation.is_due():
                         self._validation.validate_in_epoch(epoch)
+                        if not self._progress.is_converted:
+                            # The checkpoint was saved before.
+                            self._validation_scores.record(
+                                self._progress.resume_point, self._metric_tracker
+                            )
                 else:
                     self._validation.start_step()
                     self._train_step(group, epoch)
@@ -498,6 +503,8 @@ class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
         epochs, steps = self._progress.point
         if self._progress.validated_point == self._progress.point:
             self._validation_scores.record(self._progress.point, self._metric_tracker)
+        else:
+            self._validation_scores.forget(self._progress.point)
         validates = self._progress.should_validate_this_epoch
         if steps > 0 or epochs == 0 or not (validates and self._metric_tracker.is_best_so_far()):
             return

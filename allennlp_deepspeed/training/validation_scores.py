@@ -32,6 +32,10 @@ class ValidationScores:
         if not math.isnan(score):
             self._by_point[point] = score
 
+    def forget(self, point: PointInTime) -> None:
+        """Forgets the score that a former checkpoint of this name had before steps had this size."""
+        self._by_point.pop(point, None)
+
     def state_dict(self) -> Dict[str, Any]:
         scores = [[*point, score] for point, score in self._by_point.items()]
         return {"metrics": self._metrics, "scores": scores}

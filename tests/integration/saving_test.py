@@ -2,8 +2,11 @@
 Saving a checkpoint while training goes on.
 """
 
+import os
+import shutil
+import signal
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Type
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ from allennlp_deepspeed.engine.lifecycle.model_state_memory import (
 )
 from allennlp_deepspeed.engine.parameters import full_parameters
 from tests.support.communication import CommunicationCounter, Traffic
-from tests.support.side_by_side import Batches, Side, state_arrays, trained
+from tests.support.side_by_side import Batches, Side, error_of_training, state_arrays, trained
 from tests.support.state_files import saved_tensors
 from tests.support.tensor_memory import TensorMemory
 from tests.support.workers import run_workers
@@ -133,6 +136,58 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(
     # NaN isn't among the best, and of equal ones the earlier are.
     names = sorted(path.name for path in tmp_path.glob("checkpoint_*"))
     assert names == ["checkpoint_e3_b0", "checkpoint_e5_b0", "checkpoint_e6_b0"]
+
+
+class Preempted(TwoLayers):
+    """Gets a SIGTERM in the first step."""
+
+    def forward(self, inputs: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(inputs)
+
+
+def keep_best(
+    directory: Path, every: int, world_size: int = 1, model: Type[Model] = TwoLayers
+) -> Side:
+    """Saves each step, and keeps the newest checkpoint and the best, that of the highest loss."""
+    return Side(
+        model,
+        lambda rank: 2 * batches(0),
+        2,
+        world_size,
+        num_epochs=1,
+        # So small that each step decreases the loss.
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        validation_data_loader=Batches(batches(0)),
+        validation_metric="+loss",
+        validate_every_num_batches=every,
+        checkpointer=DeepSpeedCheckpointer(
+            directory,
+            save_every_num_batches=1,
+            save_on_preemption=True,
+            keep_most_recent_by_count=1,
+            keep_best_by_count=1,
+        ),
+    )
+
+
+def test_the_best_checkpoint_is_kept_if_it_is_validated_after_a_preemption(tmp_path: Path) -> None:
+    stopped = keep_best(tmp_path, every=1, model=Preempted)
+    (message,) = stopped.on_all_ranks(error_of_training, tmp_path)
+    assert message.startswith("TrainingInterrupted")
+    keep_best(tmp_path, every=1).train(tmp_path)
+    names = sorted(path.name for path in tmp_path.glob("checkpoint_*"))
+    assert names == ["checkpoint_e0_b1", "checkpoint_e1_b0"]
+
+
+def test_a_checkpoint_does_not_have_the_score_of_a_former_one_of_its_name(tmp_path: Path) -> None:
+    """Twice as many workers resume after 2 steps instead of 4, and validate after 3."""
+    keep_best(tmp_path, every=4).train(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint_e1_b0")
+    assert [path.name for path in tmp_path.glob("checkpoint_*")] == ["checkpoint_e0_b4"]
+    keep_best(tmp_path, every=3, world_size=2).train(tmp_path)
+    names = sorted(path.name for path in tmp_path.glob("checkpoint_*"))
+    assert names == ["checkpoint_e0_b3", "checkpoint_e1_b0"]
 
 
 class ListCheckpoints(TrainerCallback):
