@@ -172,7 +172,8 @@ class Validation:
         except INTERRUPTIONS:
             resume_state.interrupt_validation()
             raise
-        resume_state.finish_validation()
+        if resume_state.has_finished_steps:
+            resume_state.finish_validation()
         return result
 
     def is_due(self) -> bool:
@@ -234,6 +235,8 @@ class Validation:
             )
         step = progress.batches_in_epoch_completed
         score = tracker.combined_score(validated)
+        # A run that continues after an unknown metric reads the same data again.
+        trainer._resume_state.finish_validation()
         tracker.add_metrics(validated)
         progress.validated_point = progress.point
         metrics: Dict[str, Any] = {"epoch": epoch, "batch": step}

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional
 import pytest
 import torch
 from allennlp.common import Params
+from allennlp.common.checks import ConfigurationError
 from allennlp.data import DatasetReader, Vocabulary
 from allennlp.data.data_loaders import MultiProcessDataLoader
 from allennlp.models import BasicClassifier, Model, MultiTaskModel
@@ -129,7 +130,7 @@ def of_experiment(metrics: Dict[str, Any]) -> Dict[str, Any]:
     return {k: v for k, v in metrics.items() if not re.search("duration|memory", k)}
 
 
-def train_in_turn(directory: Path, num_epochs: int, stage: int) -> StateDict:
+def train_in_turn(directory: Path, num_epochs: int, stage: int, **changes: Any) -> StateDict:
     """On parts of the data that go on where those of the epoch before have ended."""
     task = Task()
     config = load_config("classifier")
@@ -143,7 +144,7 @@ def train_in_turn(directory: Path, num_epochs: int, stage: int) -> StateDict:
     for loader in loaders:
         loader.index_with(task.model.vocab)
     task.data_loader, task.validation_data_loader = loaders
-    arguments = {**task.arguments(directory), "num_epochs": num_epochs}
+    arguments = {**task.arguments(directory), "num_epochs": num_epochs, **changes}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     DeepSpeedTrainer(
         **arguments,
@@ -165,6 +166,19 @@ def test_data_that_keep_their_place_are_at_it_after_recovery(tmp_path: Path, sta
         for epoch in range(3)
     ]
     assert losses[:3] == losses[3:]
+
+
+def test_a_validation_without_its_metric_is_repeated_on_the_same_data(tmp_path: Path):
+    train_in_turn(tmp_path / "uninterrupted", 2, 2)
+    with pytest.raises(ConfigurationError):
+        train_in_turn(tmp_path / "recovered", 2, 2, validation_metric="+acuracy")
+    train_in_turn(tmp_path / "recovered", 2, 2)
+    losses = [
+        json.loads((tmp_path / name / f"metrics_{point}.json").read_text())["validation_loss"]
+        for name in ("recovered", "uninterrupted")
+        for point in ("e0_b2", "epoch_0", "e1_b2", "epoch_1")
+    ]
+    assert losses[:4] == losses[4:]
 
 
 # State of the model
