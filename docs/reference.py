@@ -35,8 +35,9 @@ DeepSpeed's keys are combined: [configuration](configuration.md).
 
 Keys of AllenNLP's [trainer](https://docs.allennlp.org/main/api/training/gradient_descent_trainer/)
 that aren't listed here keep their meaning. If a key *may change with `--recover`*, a run may resume
-with another value. AllenNLP's `distributed`, `trainer.cuda_device`, `trainer.num_epochs` (schedules
-follow it) and the batch sizes of data loaders may change too. All other keys must stay the same.
+with another value. AllenNLP's `distributed`, `trainer.cuda_device`, `trainer.num_epochs` (its own
+schedules follow it) and the batch sizes of data loaders may change too. All other keys must stay
+the same.
 """
 
 _CHECKPOINTER = """

@@ -1,3 +1,4 @@
+import logging
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
@@ -8,6 +9,8 @@ from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
 from allennlp.training.scheduler import Scheduler
 
 from allennlp_deepspeed.checkpoint.trainer_protocol import Stateful
+
+logger = logging.getLogger(__name__)
 
 # Attributes that AllenNLP's schedules compute from "num_epochs" and the data.
 _LENGTHS_IN_STEPS = {"total_steps", "num_steps_per_epoch"}
@@ -108,6 +111,46 @@ def length_of(part: Stateful, unit: Optional[Sequence[int]]) -> Dict[str, Any]:
             instances, instances_now, *_ = unit
             lengths[name] = round(lengths[name] * instances_now / instances)
     return lengths
+
+
+@contextmanager
+def warn_of_former_lengths(name: str, part: Stateful) -> Iterator[None]:
+    """
+    Context manager in which a schedule is loaded in a run with another `num_epochs`. Warns of
+    attributes that the constructor may have computed from it, and that are those of the checkpoint.
+    """
+    constructed = _whole_numbers(part)
+    yield
+    # Counters start at -1, 0 or 1.
+    former = [
+        attribute
+        for attribute, value in _whole_numbers(part).items()
+        if attribute not in _LENGTHS and constructed.get(attribute, value) not in (-1, 0, 1, value)
+    ]
+    if former:
+        logger.warning(
+            "'trainer.num_epochs' has changed, but 'trainer.%s' continues with %s of the "
+            "checkpoint. If its length is to follow, write a `load_state_dict` without these in "
+            "its class.",
+            name,
+            ", ".join(f"'{attribute}'" for attribute in former),
+        )
+
+
+def _whole_numbers(part: Stateful) -> Dict[str, int]:
+    """Returns the public attributes of a schedule and its inner ones that are whole numbers."""
+    schedule = schedule_of(part)
+    if not isinstance(schedule, Scheduler):
+        return {}
+    owners = {"": schedule, "lr_scheduler.": getattr(schedule, "lr_scheduler", None)}
+    if isinstance(part, ScheduleState):
+        owners.update({f"{path}.": inner for path, inner in part._inner_schedules().items()})
+    return {
+        f"{prefix}{name}": value
+        for prefix, owner in owners.items()
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if type(value) is int and not name.startswith("_")
+    }
 
 
 def step_by_validation(schedule: Optional[Scheduler], score: float) -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint has of a trainer, besides the model and the optimizer."""
 
+from contextlib import nullcontext
 from typing import Any, Dict, Mapping
 
 from allennlp_deepspeed.checkpoint.commit_record import CheckpointError
@@ -10,6 +11,7 @@ from allennlp_deepspeed.training.schedule_state import (
     schedule_of,
     start_plateau,
     state_of,
+    warn_of_former_lengths,
 )
 
 # They only choose how to train, and may choose again.
@@ -71,7 +73,8 @@ def load_training_state(trainer: Any, state: Mapping[str, Any]) -> None:
         for name, part in parts.items():
             if name in state:
                 length = length_of(part, unit) if has_other_length else {}
-                part.load_state_dict(state[name])
+                with warn_of_former_lengths(name, part) if has_other_length else nullcontext():
+                    part.load_state_dict(state[name])
                 for attribute, value in length.items():
                     setattr(schedule_of(part), attribute, value)
     tracker = trainer._metric_tracker

@@ -1,7 +1,7 @@
 """Schedules of AllenNLP set in each step what they set for `gradient_descent`."""
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import pytest
 import torch
@@ -9,6 +9,10 @@ from allennlp.common import Lazy, Params
 from allennlp.training import Trainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
+from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
+    _PyTorchLearningRateSchedulerWrapper,
+)
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.integration.trainer_test import Task
 from tests.support.experiment import assert_same_weights
@@ -95,6 +99,50 @@ def test_more_epochs_have_the_schedule_of_all_of_them(tmp_path: Path) -> None:
     continued, _ = train(trainer, tmp_path / "b", num_epochs=4)
     assert len(begun) + len(continued) == len(expected)
     assert continued == expected[len(begun) :]
+
+
+@LearningRateScheduler.register("wrapped_cosine")
+class WrappedCosine(_PyTorchLearningRateSchedulerWrapper):
+    """Ends with the training."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, num_epochs: int) -> None:
+        super().__init__(CosineAnnealingLR(optimizer, T_max=num_epochs))
+
+
+@LearningRateScheduler.register("linear_to_zero")
+class LinearToZero(LearningRateScheduler):
+    """Ends with the training, and counts its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, num_epochs: int) -> None:
+        super().__init__(optimizer)
+        self.t_total, self.num_steps = num_epochs, 1
+
+    def step(self, metric: Optional[float] = None) -> None:
+        self.num_steps += 1
+        super().step(metric)
+
+    def get_values(self) -> List[float]:
+        return [value * (1 - self.last_epoch / self.t_total) for value in self.base_values]
+
+
+@pytest.mark.parametrize("name", ["wrapped_cosine", "linear_to_zero", "slanted_triangular"])
+def test_a_length_that_does_not_follow_is_warned_of(
+    tmp_path: Path,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    expect_message: Callable[[str], None],
+) -> None:
+    trainer = {
+        "type": "deepspeed",
+        "checkpointer": {"type": "deepspeed"},
+        "learning_rate_scheduler": {"type": name},
+    }
+    for num_epochs in (2, 3, 3):
+        train(trainer, tmp_path, num_epochs=num_epochs)
+    warnings = [r.getMessage() for r in caplog.records if "num_epochs" in r.getMessage()]
+    assert len(warnings) == (name != "slanted_triangular")
+    for warning in warnings:
+        expect_message(warning)
 
 
 def test_a_plateau_is_of_the_metric_that_is_followed(tmp_path: Path) -> None:
