@@ -6,11 +6,13 @@ from array import array
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from itertools import compress
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set
 
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
+from allennlp.training.optimizers import MultiOptimizer
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.utils.hooks import RemovableHandle
 
@@ -146,12 +148,18 @@ class GradientSynchronizer:
             and not isinstance(engine.basic_optimizer, FusedAdam)
             and not engine.has_moe_layers
         )
+        # Its `zero_grad` sets gradients to zeros: a parameter that has been used has one in each
+        # later step. The names of those that have been used.
+        self._zeros_unused = isinstance(engine.basic_optimizer, MultiOptimizer)
+        self._used_before: Set[str] = set()
         has_other_ranks = dist.get_world_size() > 1
 
         # The trainable parameters in the order of reduction, the same on every rank.
         groups = self._find_group_indices(shards)
         places = {p: i for i, p in enumerate(engine.module.parameters())}
+        names = {p: name for name, p in engine.module.named_parameters()}
         self._parameters = sorted(groups, key=lambda p: -places.get(p, -1))
+        self._names = [names.get(parameter, "") for parameter in self._parameters]
         self._group_indices = [groups[parameter] for parameter in self._parameters]
 
         # The parameters whose gradients DeepSpeed accumulates in another dtype than theirs: in
@@ -191,8 +199,7 @@ class GradientSynchronizer:
         self._trace: Optional[GradientTrace] = None
         if compares:
             # If the ranks' gradients differ, the collective may end the process before they agree.
-            names = {p: name for name, p in engine.module.named_parameters()}
-            self._trace = GradientTrace([names[p] for p in self._parameters])
+            self._trace = GradientTrace(self._names)
 
         self._phase = Phase.IDLE
         self._is_in_no_sync = False
@@ -390,11 +397,13 @@ class GradientSynchronizer:
             )
 
     def state_dict(self) -> Dict[str, Any]:
-        """Returns whether ranks used different parameters in a step."""
-        return {"ranks_differ": bool(self._ranks_differ)}
+        """Returns what steps have decided: whether ranks differ, and what has had a gradient."""
+        used_before = sorted(self._used_before)
+        return {"ranks_differ": bool(self._ranks_differ), "used_before": used_before}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Restores what the first step of the interrupted run has decided."""
+        """Restores what steps of the interrupted run have decided."""
+        self._used_before = set(state.get("used_before", ()))
         if state["ranks_differ"] and self._ranks_differ is None:
             self._ranks_differ = True
 
@@ -646,8 +655,8 @@ class GradientSynchronizer:
     def _reduce_all(self) -> None:
         """
         Reduces all gradients together. If the optimizer is a plain one, a parameter that no rank
-        has used has no gradient. With several ranks this waits for the device if this one hasn't
-        used all.
+        has used has no gradient, or zeros in `MultiOptimizer` if an earlier step has used it. With
+        several ranks this waits for the device if this one hasn't used all.
         """
         if not self._skips_unused:
             self._engine.allreduce_gradients()
@@ -664,13 +673,13 @@ class GradientSynchronizer:
         # In the same bucket as the gradients, so that there is no further collective.
         used = self._is_used_tensor.clone()
         self._engine.buffered_allreduce_fallback(grads=[*gradients, used])
-        if not all(is_used):
-            is_alone = dist.get_world_size() == 1
-            for parameter, is_used_anywhere in zip(
-                self._parameters, is_used if is_alone else used.tolist()
-            ):
-                if not is_used_anywhere:
-                    parameter.grad = None
+        if dist.get_world_size() > 1 and not all(is_used):
+            is_used = list(map(bool, used.tolist()))
+        if self._zeros_unused:
+            self._used_before.update(compress(self._names, is_used))
+        for name, parameter, is_used_anywhere in zip(self._names, self._parameters, is_used):
+            if not is_used_anywhere and name not in self._used_before:
+                parameter.grad = None
 
 
 def _check_readable(mode: str, accumulates_outside_grad: bool) -> None:

@@ -9,8 +9,10 @@ from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
+from allennlp.common import Params
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.moving_average import ExponentialMovingAverage
+from allennlp.training.optimizers import Optimizer
 
 from allennlp_deepspeed import DeepSpeedCheckpointer
 from tests.integration.elementwise_test import Layers, batches
@@ -190,6 +192,46 @@ def test_what_is_counted_continues_when_resumed(
             data=lambda rank: batches(0),
             num_epochs=num_epochs,
             checkpointer=checkpointer,
+        ).train(tmp_path)
+    assert_same_weights(actual, expected)
+
+
+class UsedOnce(Layers):
+    """Uses a layer in the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.num_passes = 0
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        self.num_passes += 1
+        return super().forward(self.first(x) if self.num_passes == 1 else x)
+
+
+def multi(parameters: Any) -> torch.optim.Optimizer:
+    sgd = {"type": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    params = {
+        "type": "multi",
+        "optimizers": {"default": sgd, "others": {**sgd, "lr": 0.05, "momentum": 0.0}},
+        "parameter_groups": [[["[13579]"], {"optimizer_name": "others"}]],
+    }
+    named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    return Optimizer.from_params(Params(params), model_parameters=named)
+
+
+@pytest.mark.parametrize("world_sizes", [(1,), (1, 1), (2, 2)])
+def test_multi_updates_what_a_step_does_not_use(world_sizes: Any, tmp_path: Path) -> None:
+    expected = Side(UsedOnce, lambda rank: batches(0), optimizer=multi).train()
+    for num_epochs, world_size in enumerate(world_sizes, start=3 - len(world_sizes)):
+        actual = Side(
+            UsedOnce,
+            lambda rank: batches(0),
+            0,
+            world_size,
+            optimizer=multi,
+            num_epochs=num_epochs,
+            checkpointer=DeepSpeedCheckpointer(tmp_path),
         ).train(tmp_path)
     assert_same_weights(actual, expected)
 
