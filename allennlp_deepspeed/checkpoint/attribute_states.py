@@ -7,10 +7,13 @@ import copy
 import logging
 from collections import Counter, OrderedDict, deque
 from contextlib import contextmanager
-from typing import Any, Callable, Collection, Dict, Iterator, List, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
 import torch
+from allennlp.training.learning_rate_schedulers.learning_rate_scheduler import (
+    _PyTorchLearningRateSchedulerWrapper,
+)
 
 from allennlp_deepspeed.checkpoint.attribute_encoding import (
     Encoding,
@@ -55,17 +58,19 @@ class AttributeStates:
     # Parameters
 
     objects : `Union[torch.nn.Module, Dict[str, Any]]`, required.
-        A model, or newly constructed objects with a `state_dict`, by name. That of an optimizer has
-        none of its attributes but `excluded` ones.
-    excluded : `Collection[str]`, optional (default = `()`)
-        Attributes that aren't saved.
+        A model, or newly constructed objects with a `state_dict`, by name. That of an optimizer, or
+        of AllenNLP's wrapper of a scheduler, has none of its attributes but `excluded` ones.
+    excluded : `Optional[Dict[str, Set[str]]]`, optional (default = `None`)
+        Attributes that aren't saved, by the name of their object.
     """
 
     def __init__(
-        self, objects: Union[torch.nn.Module, Dict[str, Any]], excluded: Collection[str] = ()
+        self,
+        objects: Union[torch.nn.Module, Dict[str, Any]],
+        excluded: Optional[Dict[str, Set[str]]] = None,
     ) -> None:
         self._objects = objects
-        self._excluded = excluded
+        self._excluded = excluded or {}
         self._before: Dict[str, Any] = {}
         self._lost: Set[Path] = set()
         if not isinstance(objects, torch.nn.Module):
@@ -141,11 +146,12 @@ class AttributeStates:
         for name, owner in self._owners().items():
             is_module = isinstance(owner, torch.nn.Module)
             is_optimizer = isinstance(owner, torch.optim.Optimizer)
-            elsewhere = set() if is_module or is_optimizer else owner.state_dict().keys()
+            has_none = is_module or is_optimizer or _has_state_of_inner(owner)
+            elsewhere = set() if has_none else owner.state_dict().keys()
             fields[name] = {
                 key: value
                 for key, value in fields_of(owner).items()
-                if key not in self._excluded
+                if key not in self._excluded.get(name, ())
                 and key not in elsewhere
                 and not (is_optimizer and _is_flag(owner, key, value))
                 and not (is_of_library(owner) and _is_computed(value))
@@ -160,6 +166,12 @@ class AttributeStates:
         names = path[0].split(".")
         parents = [owners.get(".".join(names[:length])) for length in range(len(names) + 1)]
         return not any(map(_has_extra_state, parents))
+
+
+def _has_state_of_inner(owner: Any) -> bool:
+    """Returns whether `state_dict` is that of the wrapped scheduler, without its own attributes."""
+    inherited = _PyTorchLearningRateSchedulerWrapper.state_dict
+    return getattr(type(owner), "state_dict", None) is inherited
 
 
 def _is_flag(owner: Any, key: str, value: Any) -> bool:

@@ -56,8 +56,11 @@ _NO_VALIDATION = (
 
 # Attributes of schedulers, moving averages and optimizers whose states other files or parts have.
 _SAVED_ELSEWHERE = {
-    *("_parameters", "_shadows", "_backups"),
-    *("optimizer", "state", "param_groups", "defaults"),
+    "learning_rate_scheduler": {"optimizer"},
+    "learning_rate_scheduler of PyTorch": {"optimizer"},
+    "momentum_scheduler": {"optimizer"},
+    "moving_average": {"optimizer", "_parameters", "_shadows", "_backups"},
+    "optimizer": {"optimizer", "state", "param_groups", "defaults"},
 }
 
 

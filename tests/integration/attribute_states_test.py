@@ -27,7 +27,7 @@ from allennlp.training.metrics import CategoricalAccuracy
 from allennlp.training.momentum_schedulers import MomentumScheduler
 from allennlp.training.moving_average import MovingAverage
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import BertConfig, BertModel
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -50,6 +50,35 @@ class RunningMean(MovingAverage):
             self.counts.setdefault(name, [0])[0] += 1
             share = 1 / (self.num_updates + self.counts[name][0])
             self._shadows[name].mul_(1 - share).add_(parameter.data, alpha=share)
+
+
+class WithNamesOfAnOptimizer(RunningMean):
+    """Has its counts in attributes that optimizers have, too."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters)
+        self.state, self.defaults = {"num_updates": 0}, [0]
+
+    def apply(self, num_updates: Optional[int] = None) -> None:
+        self.state["num_updates"] += 1
+        self.defaults[0] += 1
+        self.num_updates = self.state["num_updates"] * self.defaults[0]
+        super().apply(num_updates)
+
+
+class WithNamesOfTheInner(_PyTorchLearningRateSchedulerWrapper):
+    """Counts in attributes with names that the state of its scheduler has, or an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(LambdaLR(optimizer, lambda epoch: 1 / (1 + self.last_epoch + self.state)))
+        self.optimizer = optimizer
+
+    last_epoch = state = 0
+
+    def step(self, metric: Optional[float] = None) -> None:
+        self.last_epoch += 1
+        self.state += 2
+        super().step(metric)
 
 
 class Decay(LearningRateScheduler):
@@ -139,6 +168,10 @@ def running_mean(model: Model) -> MovingAverage:
     return RunningMean(model.named_parameters())
 
 
+def names_of_optimizer(model: Model) -> MovingAverage:
+    return WithNamesOfAnOptimizer(model.named_parameters())
+
+
 class WithSchedulers(Side):
     """Schedulers of the optimizer that the engine has."""
 
@@ -176,6 +209,11 @@ def of_pytorch(optimizer: Any) -> LearningRateScheduler:
         pytest.param({"schedulers": {"learning_rate_scheduler": Decay}}, id="a scheduler"),
         pytest.param({"schedulers": {"momentum_scheduler": Rise}}, id="one of the momentum"),
         pytest.param({"schedulers": {"learning_rate_scheduler": of_pytorch}}, id="of PyTorch"),
+        pytest.param({"moving_average": names_of_optimizer}, id="names of an optimizer"),
+        pytest.param(
+            {"schedulers": {"learning_rate_scheduler": WithNamesOfTheInner}},
+            id="names of the inner",
+        ),
         pytest.param({"optimizer": slowing}, id="an optimizer"),
         pytest.param({"batches": lambda rank: Turning(vectors(rank))}, id="a data loader"),
     ],
