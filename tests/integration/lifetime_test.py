@@ -14,6 +14,7 @@ import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
+from allennlp.training.learning_rate_schedulers import ExponentialLearningRateScheduler
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -104,6 +105,20 @@ def test_an_optimizer_that_has_made_steps_elsewhere_only_resumes(tmp_path: Path,
         train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(stage))
     torch.testing.assert_close(task.optimizer.state_dict(), states)
     train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(0), num_epochs=1)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_optimizer_keeps_the_learning_rates_of_a_resumed_training(tmp_path: Path, stage: int):
+    for num_epochs in (1, 3):
+        task = with_optimizer("sgd")
+        DeepSpeedTrainer(
+            **{**task.arguments(tmp_path), "num_epochs": num_epochs},
+            checkpointer=DeepSpeedCheckpointer(tmp_path),
+            deepspeed_config=config_of(stage),
+            learning_rate_scheduler=ExponentialLearningRateScheduler(task.optimizer, gamma=0.5),
+        ).train()
+    rates = [group["lr"] for group in task.optimizer.param_groups]
+    assert rates == pytest.approx([0.5 / 8, 0.02 / 8])
 
 
 def test_a_trainer_trains_once(tmp_path: Path):

@@ -158,7 +158,9 @@ class ModelSnapshot:
             vars(parameter).clear()
             vars(parameter).update(attributes)
         if self._optimizer is not None:
-            for group, parameters in self._groups:
+            for (group, parameters), trained in zip(self._groups, self._optimizer.param_groups):
+                # Others, if the optimizer has been loaded from a checkpoint.
+                group.update(trained)
                 group["params"] = parameters
             self._optimizer.param_groups[:] = [group for group, _ in self._groups]
             self._optimizer.state.clear()
