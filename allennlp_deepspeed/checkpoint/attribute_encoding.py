@@ -22,8 +22,10 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, 
 import numpy as np
 import torch
 from allennlp.data import DataLoader, DatasetReader, TokenIndexer, Tokenizer, Vocabulary
+from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import Metric
 from allennlp.training.scheduler import Scheduler
+from allennlp.training.trainer import Trainer
 from typing_extensions import override
 
 from allennlp_deepspeed.engine import internals
@@ -159,6 +161,10 @@ class Encoding:
         """Returns whether a value, and its memory, isn't that of another path before this one."""
         return path not in self.views and self._paths.get(id(value), path) == path
 
+    def has(self, value: Any) -> bool:
+        """Returns whether an object has been encoded, by itself or as a view of another."""
+        return id(value) in self._paths
+
     def _encode_buffers(self, name: str, module: torch.nn.Module) -> State:
         state: State = {}
         for key, buffer in module._buffers.items():
@@ -228,15 +234,15 @@ class Encoding:
         kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         base = kind.__name__ if type(value) is kind else f"{kind.__name__} {_name(value)}"
         if kind is dict:
-            if not _are_plain(value):
+            if not are_plain(value):
                 return {"opaque": Opaque((type(value), len(value)))}
-            if len(value) > _MAX_KEYS and _are_plain(value.values()):
+            if len(value) > _MAX_KEYS and are_plain(value.values()):
                 return {f"plain {base}": value}
             items = self._encode_items(list(value.items()), path)
             # Such as the hooks of an optimizer, whose keys are numbers of this process.
             has_no_state = items and all(item is None for item in items.values())
             return None if has_no_state else {base: items}
-        if kind is not tuple and _are_plain(value):
+        if kind is not tuple and are_plain(value):
             return {f"plain {base}": value}
         if kind in (set, frozenset):
             return {"opaque": Opaque(frozenset(map(id, value)))}
@@ -327,13 +333,22 @@ def is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or is_number
 
 
-def _are_plain(values: Iterable[Any]) -> bool:
+def are_plain(values: Iterable[Any]) -> bool:
+    """Returns whether each of these values is plain."""
     return _PLAIN.issuperset(map(type, values)) or all(map(is_plain, values))
 
 
 def is_of_library(value: Any) -> bool:
     """Returns whether the class of a value is one of a library that keeps its state itself."""
     return type(value).__module__.partition(".")[0] in _LIBRARIES
+
+
+def is_entered(value: Any) -> bool:
+    """Returns whether the fields of an object that isn't a module are a user's state."""
+    # A callback may have the model refer to the trainer.
+    if isinstance(value, (*_NO_STATE, Trainer, TrainerCallback, torch.nn.Module, Enum)):
+        return False
+    return isinstance(value, (Metric, *_NAMESPACES)) or not is_of_library(value)
 
 
 def fields_of(value: Any) -> Dict[str, Any]:

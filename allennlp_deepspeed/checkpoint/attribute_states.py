@@ -7,6 +7,7 @@ import copy
 import logging
 from collections import Counter, OrderedDict, deque
 from contextlib import contextmanager
+from itertools import filterfalse
 from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple, Union
 
 import numpy as np
@@ -21,9 +22,12 @@ from allennlp_deepspeed.checkpoint.attribute_encoding import (
     Opaque,
     Path,
     State,
+    are_plain,
     fields_of,
     fingerprint,
+    is_entered,
     is_of_library,
+    is_plain,
 )
 from allennlp_deepspeed.deepspeed_api import get_accelerator
 
@@ -119,7 +123,16 @@ class AttributeStates:
         """Context manager that restores all attributes when it exits."""
         encoding = self._encode()
         states = _Changes(encoding.states, {}, keeps_objects=True).states
-        names = {name: set(fields) for name, fields in self._fields().items()}
+        owners, fields_of_owners = self._owners(), self._fields()
+        names = {name: set(fields) for name, fields in fields_of_owners.items()}
+        attributes = [
+            (owners[name], key, value)
+            for name, fields in fields_of_owners.items()
+            for key, value in fields.items()
+            # Libraries keep the state of their modules themselves.
+            if encoding.states[name][key] is not None and not is_of_library(owners[name])
+        ]
+        contents = _contents_below([value for *_, value in attributes], encoding)
         try:
             yield
         finally:
@@ -131,6 +144,11 @@ class AttributeStates:
             after = self.fingerprints()
             changed = _Changes(states, after, keeps_objects=True).states
             _Loading(self._owners(), encoding, changed, encoding.originals).load()
+            for owner, key, value in attributes:
+                if vars(owner).get(key) is not value:
+                    setattr(owner, key, value)
+            for value, items in contents:
+                _refill(value, items)
 
     def _encode(self) -> Encoding:
         is_model = isinstance(self._objects, torch.nn.Module)
@@ -417,6 +435,58 @@ class _Loading:
             return previous
         previous += [None] * (len(items) - len(previous))
         return [self._decode(node, previous[key], (*path, key)) for key, node in items.items()]
+
+
+def _contents_below(values: List[Any], encoding: Encoding) -> List[Tuple[Any, Any]]:
+    """
+    Returns containers and objects, at any depth and in any number, with copies of what they refer
+    to, and the tensors and arrays that an encoding lacks, with copies.
+    """
+    found: Dict[int, Tuple[Any, Any]] = {}
+    while values:
+        value = values.pop()
+        if id(value) in found:
+            continue
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            if _fits(value, value) and not encoding.has(value):
+                found[id(value)] = value, _copied({"value": value})
+            continue
+        contents = _contents_of(value)
+        found[id(value)] = value, contents
+        items = _items_of(contents)
+        if not are_plain(items):
+            values += filterfalse(is_plain, items)
+    return list(found.values())
+
+
+def _contents_of(value: Any) -> Union[List[Any], Dict[Any, Any]]:
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(value)
+    return fields_of(value) if is_entered(value) else {}
+
+
+def _items_of(contents: Any) -> List[Any]:
+    return [*contents, *contents.values()] if isinstance(contents, dict) else contents
+
+
+def _refill(value: Any, contents: Any) -> None:
+    """Restores what a container or an object refers to, or the values of a tensor or array."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        _write(value, contents["value"])
+        return
+    now = _contents_of(value)
+    if list(map(id, _items_of(now))) == list(map(id, _items_of(contents))):
+        return
+    if isinstance(value, (list, deque, set, dict)):
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(contents)
+        return
+    for name in now.keys() - contents.keys():  # type: ignore[union-attr]
+        object.__delattr__(value, name)
+    for name, field in contents.items():
+        object.__setattr__(value, name, field)
 
 
 def _is_computed(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """Subclasses of users, callbacks that change a trainer, and models that count."""
 
+from collections import Counter, defaultdict, deque
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
@@ -12,6 +14,7 @@ from allennlp.models import Model
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.checkpointer import Checkpointer
+from allennlp.training.metrics import Metric
 from allennlp.training.trainer import Trainer
 from allennlp.training.util import get_metrics
 
@@ -367,6 +370,128 @@ def test_what_evaluation_merges_is_taken_back_within_an_epoch(stage: int) -> Non
         for more in ({}, {"validate_every_num_batches": 1})
     )
     assert_same_weights(actual, expected, tolerance=1e-6)
+
+
+class Tally:
+    """Objects of which none equals another."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(())
+
+
+class Records(Metric):
+    """Accumulates what checkpoints don't include: see `_reset` of its subclasses."""
+
+    def __init__(self) -> None:
+        self.labels = {Tally(), Tally()}
+        self.reset()
+
+    def get_metric(self, reset: bool = False) -> Dict[str, float]:
+        total = float(self.total())
+        if reset:
+            self.reset()
+        return {"total": total}
+
+    def total(self) -> Any:
+        raise NotImplementedError
+
+
+class Many(Records):
+    """More values than are compared, in a list that is cleared."""
+
+    def __init__(self) -> None:
+        self.records: List[Any] = []
+        super().__init__()
+
+    def __call__(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.records += [{"x": x.sum().item(), "of": [len(x)]} for _ in range(6_000)]
+
+    def total(self) -> Any:
+        return sum(record["x"] for record in self.records)
+
+    def reset(self) -> None:
+        self.records.clear()
+
+
+class Fractions(Records):
+    def __call__(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.sum += Fraction(x.sum().item())
+        self.by_size[len(x)] += Fraction(1, 3)
+
+    def total(self) -> Any:
+        return self.sum + sum(self.by_size.values())
+
+    def reset(self) -> None:
+        self.sum, self.by_size = Fraction(), defaultdict(Fraction)
+
+
+class ByObjects(Records):
+    """Keys that are objects, and counts in place."""
+
+    def __call__(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        for label in self.labels:
+            label.count += len(x)
+            self.by_labels[label, len(x)].append(x.sum().item())
+            self.seen.add(label)
+        self.recent.append((label, self.by_labels))
+
+    def total(self) -> Any:
+        sums = sum(map(sum, self.by_labels.values()))
+        counts = sum(label.count for label in self.seen)
+        return sums + counts + len(self.by_labels) + 100 * len(self.recent)
+
+    def reset(self) -> None:
+        for label in self.labels:
+            label.count.zero_()
+        self.by_labels, self.seen = defaultdict(list), set()
+        self.recent = deque(maxlen=100)
+
+
+class Nested(Records):
+    """Two attributes that refer to the same object."""
+
+    def __call__(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.by_size[len(x)].update({"x": x.sum().item(), "batches": 1})
+
+    def total(self) -> Any:
+        return sum(sum(counts.values()) for counts in self.same.values())
+
+    def reset(self) -> None:
+        self.by_size: Any = defaultdict(Counter)
+        self.same = self.by_size
+
+
+class Recording(Plain):
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def forward(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore[override]
+        self.metric(x)
+        return super().forward(x)
+
+    def get_metrics(self, reset: bool = False) -> Dict[str, float]:
+        return self.metric.get_metric(reset)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("metric", [Many, Fractions, ByObjects, Nested])
+def test_validations_within_an_epoch_leave_its_metrics_as_they_are(
+    metric: Callable[[], Metric],
+) -> None:
+    def metrics_of_training(trainer: Any) -> Any:
+        return trainer.train()["training_total"]
+
+    expected, actual = (
+        Side(
+            lambda: Recording(metric()),
+            batches,
+            stage,
+            validation_data_loader=Batches(batches(1)[:2]),
+            **more,
+        ).on_all_ranks(metrics_of_training)
+        for stage, more in ((None, {}), (2, {"validate_every_num_batches": 1}))
+    )
+    assert actual == pytest.approx(expected)
 
 
 class WithEval(Plain):
