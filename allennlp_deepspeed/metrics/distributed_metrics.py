@@ -90,7 +90,8 @@ class DistributedMetrics:
         if collectives.world_size() == 1:
             return
         metrics = named_metrics(self._model)
-        found = {name: metric for name, metric in metrics.items() if _is_deferrable(metric)}
+        read = _read_in_calls(metrics)
+        found = {n: m for n, m in metrics.items() if _is_deferrable(m) and id(m) not in read}
         of_ranks = self._exchange(metric_names=sorted(found))["metric_names"]
         if any(names != of_ranks[0] for names in of_ranks):
             differing = set().union(*of_ranks) - set(of_ranks[0]).intersection(*of_ranks)
@@ -181,6 +182,22 @@ def _find_metrics(path: str, value: Any, metrics: Dict[str, Metric], seen: Set[i
         value = vars(value)
     for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
         _find_metrics(f"{path}.{key}".lstrip("."), item, metrics, seen)
+
+
+def _read_in_calls(metrics: Dict[str, Metric]) -> Set[int]:
+    """
+    Returns the identities of metrics that the call of a metric around them seems to read, by the
+    names in its code. They are summed in each call, as by AllenNLP.
+    """
+    read: Set[int] = set()
+    for name, metric in metrics.items():
+        inner: Dict[str, Metric] = {}
+        _find_metrics(name, vars(metric), inner, set())
+        names = _names_in(type(metric).__call__) - vars(metric).keys()
+        for each in inner.values():
+            if not names.isdisjoint(("get_metric", *summed_attributes(each))):
+                read.add(id(each))
+    return read
 
 
 def _is_deferrable(metric: Metric) -> bool:

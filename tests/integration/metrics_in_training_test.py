@@ -20,7 +20,7 @@ from allennlp.data import Vocabulary
 from allennlp.models import Model
 from allennlp.nn.util import dist_reduce, dist_reduce_sum
 from allennlp.training.callbacks import TrainerCallback
-from allennlp.training.metrics import CategoricalAccuracy, Metric
+from allennlp.training.metrics import BooleanAccuracy, CategoricalAccuracy, Metric
 from torch import nn
 
 from allennlp_deepspeed.checkpoint.checkpointer import DeepSpeedCheckpointer
@@ -392,6 +392,58 @@ def test_reading_in_a_forward_pass_is_for_metrics_that_reduce_in_each_call() -> 
         assert "CategoricalAccuracy" in message and "summed_attributes" in message
     for accuracy in side(model=PeekingInEachCall).on_all_ranks(train):
         assert accuracy == pytest.approx(expected_metrics(0)["accuracy"])
+
+
+class Reading(Metric):
+    """Reads a metric in it in each call."""
+
+    def __init__(self) -> None:
+        self.inner, self.seen = BooleanAccuracy(), 0.0
+
+    def get_metric(self, reset: bool = False) -> Metrics:
+        return {"seen": self.seen, "accuracy": self.inner.get_metric(reset)}
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+
+class ReadingCounts(Reading):
+    def __call__(self, predictions: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore
+        self.inner(predictions, labels)
+        self.seen += float(self.inner._total_count)
+
+
+class ReadingMetrics(Reading):
+    def __call__(self, predictions: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore
+        self.inner(predictions, labels)
+        self.seen += self.inner.get_metric()
+
+
+class WithReading(Model):
+    def __init__(self, metric: Metric) -> None:
+        super().__init__(Vocabulary())
+        self.layer, self.metric = nn.Linear(4, 3), metric
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore
+        logits = self.layer(x)
+        self.metric(logits.argmax(-1), y)
+        return {"loss": nn.functional.cross_entropy(logits, y)}
+
+    def get_metrics(self, reset: bool = False) -> Metrics:
+        return self.metric.get_metric(reset)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("metric", [ReadingCounts, ReadingMetrics])
+def test_a_metric_reads_the_counts_of_all_workers_from_one_in_it(metric: Any) -> None:
+    def metrics_of_training(trainer: Any) -> Any:
+        metrics = trainer.train()
+        return [metrics[f"training_{name}"] for name in ("seen", "accuracy")]
+
+    expected, actual = (
+        side(model=lambda: WithReading(metric()), stage=stage).on_all_ranks(metrics_of_training)
+        for stage in (None, 2)
+    )
+    assert actual == expected
 
 
 class Saving(TrainerCallback):
