@@ -33,7 +33,7 @@ class ValidationScores:
             self._by_point[point] = score
 
     def forget(self, point: PointInTime) -> None:
-        """Forgets the score that a former checkpoint of this name had before steps had this size."""
+        """Forgets the score of a former checkpoint of this name, whose steps had another size."""
         self._by_point.pop(point, None)
 
     def state_dict(self) -> Dict[str, Any]:

@@ -234,7 +234,12 @@ def train(directory: Path, trainer_class: Any, make: Callable[[], Attack], stage
             "best": best_weights(trainer),
             "returned": callback.returned,
             "calls": dict(callback.calls),
-            "saved": sorted({m[0] for m in map(_POINT.search, map(str, directory.iterdir())) if m}),
+            # What is asked for after the last step of an epoch is saved at its end here, from where
+            # training can be resumed.
+            "saved": sorted(
+                {m[0] for m in map(_POINT.search, map(str, directory.iterdir())) if m}
+                - {f"e{epoch}_b3" for epoch in range(2)}
+            ),
         }
         return flat(values)
 
