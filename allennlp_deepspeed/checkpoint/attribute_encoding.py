@@ -50,6 +50,7 @@ _NO_STATE = (
 # The fields of their objects are known to them alone.
 _LIBRARIES = frozenset(
     {"torch", "numpy", "deepspeed", "transformers", "tokenizers", "allennlp_deepspeed", "spacy"}
+    | {"wandb", "mlflow"}
 ).union(sys.stdlib_module_names)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _OF_TENSORS = ("_parameters", "_buffers", "_modules")
