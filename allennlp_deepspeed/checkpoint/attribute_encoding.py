@@ -21,7 +21,16 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, 
 
 import numpy as np
 import torch
-from allennlp.data import DataLoader, DatasetReader, TokenIndexer, Tokenizer, Vocabulary
+from allennlp.data import (
+    DataLoader,
+    DatasetReader,
+    Field,
+    Instance,
+    Token,
+    TokenIndexer,
+    Tokenizer,
+    Vocabulary,
+)
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.metrics import Metric
 from allennlp.training.scheduler import Scheduler
@@ -49,8 +58,10 @@ _NO_STATE = (
 )
 # The fields of their objects are known to them alone.
 _LIBRARIES = frozenset(
-    {"torch", "numpy", "deepspeed", "transformers", "tokenizers", "allennlp_deepspeed", "spacy"}
-    | {"wandb", "mlflow"}
+    {
+        *("torch", "numpy", "deepspeed", "transformers", "tokenizers", "allennlp_deepspeed"),
+        *("spacy", "wandb", "mlflow"),
+    }
 ).union(sys.stdlib_module_names)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _OF_TENSORS = ("_parameters", "_buffers", "_modules")
@@ -346,8 +357,10 @@ def is_of_library(value: Any) -> bool:
 
 def is_entered(value: Any) -> bool:
     """Returns whether the fields of an object that isn't a module are a user's state."""
-    # A callback may have the model refer to the trainer.
+    # A callback may have the model refer to the trainer. There may be many instances.
     if isinstance(value, (*_NO_STATE, Trainer, TrainerCallback, torch.nn.Module, Enum)):
+        return False
+    if isinstance(value, (Instance, Field, Token)):
         return False
     return isinstance(value, (Metric, *_NAMESPACES)) or not is_of_library(value)
 

@@ -6,7 +6,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from allennlp.common.checks import ConfigurationError
-from allennlp.training.checkpointer import Checkpointer
 
 from allennlp_deepspeed import files
 from allennlp_deepspeed.checkpoint import frozen_parameters, serialization, start_record
@@ -17,22 +16,25 @@ from allennlp_deepspeed.frozen_records import RECORDS_KEY, FrozenRecord
 
 
 @contextmanager
-def skip_copy_of_best_weights(checkpointer: Optional[Checkpointer]) -> Iterator[None]:
+def skip_copy_of_best_weights(checkpointer: Any) -> Iterator[None]:
     """
     Context manager that prevents AllenNLP's loop from copying the best weights from a checkpoint
-    that has been saved.
+    that has been saved. What was asked for where training can't be resumed is saved where
+    checkpoints may be.
 
     # Parameters
 
-    checkpointer : `Optional[Checkpointer]`, required.
+    checkpointer : `Optional[DeepSpeedCheckpointer]`, required.
     """
     if checkpointer is None:
         yield
         return
     save = checkpointer.maybe_save_checkpoint
 
-    def save_and_return_false(*args: Any, **kwargs: Any) -> bool:
-        save(*args, **kwargs)
+    def save_and_return_false(trainer: Any, *args: Any, **kwargs: Any) -> bool:
+        save(trainer, *args, **kwargs)
+        if checkpointer.is_save_deferred:  # and a subclass hasn't saved
+            checkpointer.save_checkpoint(trainer)
         return False
 
     with mock.patch.object(checkpointer, "maybe_save_checkpoint", save_and_return_false):
@@ -80,7 +82,7 @@ class BestWeights:
         self.saved_at: Optional[PointInTime] = None
         """The point in time when the weights were last saved."""
         self.are_loaded = False
-        """Whether the model has them, in the place of those of the last epoch."""
+        """Whether the model has them after training, instead of those of the last epoch."""
 
     def save(self, point: PointInTime) -> None:
         """Saves the current weights. Must be called on every rank."""
@@ -94,7 +96,6 @@ class BestWeights:
         """
         Loads the best weights into the model. Must be called on every rank. Rank 0 reads the file.
         """
-        self.are_loaded = True
         state_dict = None
         if dist.get_rank() == 0:
             # Mapped, to avoid a copy of the file in memory.

@@ -129,10 +129,9 @@ class DeepSpeedCheckpointer(Checkpointer):
         self._saves_nothing = False
         self.save_on_preemption = arguments.save_on_preemption
         self.is_time = False
-        """
-        Whether the ranks have agreed that `save_every_num_seconds` have elapsed, or a checkpoint
-        was asked for where training can't be resumed.
-        """
+        """Whether the ranks have agreed that `save_every_num_seconds` have elapsed."""
+        self.is_save_deferred = False
+        """Whether `save_checkpoint` was called where training can't be resumed."""
         self.on_committed: Optional[Callable[[str, int, float, int, int], None]] = None
         """
         Called in a thread after a commit, with the checkpoint's path and size in bytes, the seconds
@@ -192,7 +191,7 @@ class DeepSpeedCheckpointer(Checkpointer):
         if num_batches_in_epoch_completed == 0 and self._save_every_num_seconds is not None:
             self.is_time |= collectives.broadcast_object(self.is_time_to_save())
         point = (num_epochs_completed, num_batches_in_epoch_completed)
-        is_due = self.is_time or self.is_step_to_save(*point)
+        is_due = self.is_time or self.is_save_deferred or self.is_step_to_save(*point)
         if is_due:
             self.save_checkpoint(trainer)
         return is_due
@@ -301,7 +300,14 @@ class DeepSpeedCheckpointer(Checkpointer):
             )
             return
         if not trainer.is_resumable:
-            self.is_time = True
+            if trainer.checkpointer is not self:
+                raise RuntimeError(
+                    "Training can't be resumed from within a validation, or before an epoch has "
+                    "ended: call `trainer.checkpointer.save_checkpoint`, which saves then, or "
+                    "save in 'on_batch'."
+                )
+            logger.info("The checkpoint is saved when the validation or the epoch has ended.")
+            self.is_save_deferred = True
             return
         self._scores = trainer.validation_scores
         with trainer.weights_to_save():
@@ -324,7 +330,8 @@ class DeepSpeedCheckpointer(Checkpointer):
         trainer_state = trainer.get_checkpoint_state().trainer_state
         progress = trainer_state["progress"]
         point = PointInTime(progress["epochs_completed"], progress["batches_in_epoch_completed"])
-        self._last_save_time, self.is_time = time.time(), False
+        self._last_save_time = time.time()
+        self.is_time = self.is_save_deferred = False
         self._remember(point)
 
         unfinished = self._checkpoints.unfinished_path(point)

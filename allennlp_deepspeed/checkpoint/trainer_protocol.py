@@ -88,6 +88,10 @@ class TrainerProtocol(Protocol):
         """The scores of checkpoints whose weights have been validated. The higher, the better."""
 
     @property
+    def checkpointer(self) -> Any:
+        """The checkpointer, or `None`."""
+
+    @property
     def is_resumable(self) -> bool:
         """
         Returns whether training could be resumed from the state as it is. The same on every rank.

@@ -238,7 +238,7 @@ def repeats_batches(data_loader: DataLoader) -> bool:
     The processes of AllenNLP's loader seed Python's generator when they start, and several pass on
     their batches in any order.
     """
-    return not (isinstance(data_loader, MultiProcessDataLoader) and data_loader.num_workers > 0)
+    return not any(getattr(data_loader, name, 0) for name in ("num_workers", "_num_workers"))
 
 
 def has_exact_length(data_loader: DataLoader) -> bool:

@@ -73,7 +73,9 @@ class ResumeState:
         self._attributes = AttributeStates(model)
         # The state of this worker before validation, in the epoch that is validated.
         self._before_validation: Optional[Dict[str, Any]] = None
-        self._is_validating = self._is_interrupted = False
+        self._is_validating = False
+        self._is_interrupted = False
+        self._is_in_loop = False
         self.has_finished_steps = False
         """Whether the steps of the current epoch are over."""
         self._has_same_batch_settings = False
@@ -88,6 +90,7 @@ class ResumeState:
         before training.
         """
         self._attributes.start()
+        self._is_in_loop = True
 
     def start_epoch(self) -> None:
         """
@@ -95,7 +98,9 @@ class ResumeState:
         read.
         """
         self._before_validation = None
-        self._is_validating = self._is_interrupted = self.has_finished_steps = False
+        self._is_validating = False
+        self._is_interrupted = False
+        self.has_finished_steps = False
         self._progress.instances_in_epoch = 0
         self._restore_if_reached()
         epoch = self._progress.epochs_completed
@@ -138,8 +143,8 @@ class ResumeState:
     def _restore(self) -> None:
         if self._pending_state is None:
             return
+        self._check_batches(self._pending_state)
         state, self._pending_state = self._pending_state, None
-        self._check_batches(state)
         if "train_metrics" in state:
             self._interrupted_validation = state
         set_random_states(state["random_states"])
@@ -175,9 +180,9 @@ class ResumeState:
             problem = (
                 f"Training can't be resumed {point.describe()}: worker {dist.get_rank()} had read "
                 f"{before} instances in the steps of this epoch, which have {now} now, so data "
-                "would be skipped or trained twice. Restore the settings of 'data_loader' and its "
-                "sampler. Or move newer checkpoints away to resume from the end of an epoch "
-                "(checkpoint_e*_b0)."
+                "would be skipped or trained twice. Restore the data, and the settings of "
+                "'data_loader' and its sampler. Or move this checkpoint away, to resume from an "
+                "earlier one."
             )
         problems = collectives.gather_problems(problem)
         if problems:
@@ -192,6 +197,7 @@ class ResumeState:
 
     def finish_training(self) -> None:
         """Restores the model after the last epoch, if no step is left after the checkpoint."""
+        self._is_in_loop = False
         if self._pending_state is not None and self._progress.point == self._progress.resume_point:
             state, self._pending_state = self._pending_state, None
             set_random_states(state["random_states"])
@@ -249,6 +255,10 @@ class ResumeState:
         if self.has_finished_steps:
             self._progress.validated_point = PointInTime(epochs + 1, 0)
 
+    def forget_validation(self) -> None:
+        """Must be called after a validation within the epoch that is going to be repeated."""
+        self._validations.forget(self._progress.batches_in_epoch_completed)
+
     @property
     def is_validation_interrupted(self) -> bool:
         """Returns whether `interrupt_validation` has been called in this epoch."""
@@ -257,12 +267,15 @@ class ResumeState:
     @property
     def is_resumable(self) -> bool:
         """
-        Returns whether training could be resumed from the state as it is. Neither can it within a
-        validation nor after the last step of an epoch until that has been counted: schedules have
-        been stepped, and would be again.
+        Returns whether training could be resumed from the state as it is. It can't before the
+        checkpoint that it resumes from is reached, within a validation, and, in AllenNLP's loop,
+        between the last step of an epoch and its end, because schedules have been stepped.
         """
+        if self._is_interrupted:
+            return True
         is_epoch_ending = self.has_finished_steps and self._progress.batches_in_epoch_completed > 0
-        return self._is_interrupted or not (self._is_validating or is_epoch_ending)
+        is_in_between = self._is_validating or (self._is_in_loop and is_epoch_ending)
+        return self._pending_state is None and not is_in_between
 
     def interrupt_validation(self) -> None:
         """

@@ -130,8 +130,8 @@ def warn_of_former_lengths(name: str, part: Stateful) -> Iterator[None]:
     if former:
         logger.warning(
             "'trainer.num_epochs' has changed, but 'trainer.%s' continues with %s of the "
-            "checkpoint. If its length is to follow, write a `load_state_dict` without these in "
-            "its class.",
+            "checkpoint. If its length is to follow, override `load_state_dict` in its class, "
+            "so that it doesn't load these.",
             name,
             ", ".join(f"'{attribute}'" for attribute in former),
         )

@@ -173,6 +173,9 @@ class DeepSpeedTrainer(ProgressAttributes, TrainerInterface):
                 self._ddp_wrapped_model.explain_compiler_errors(),
             ):
                 metrics, epoch = super()._try_train()
+            # As AllenNLP's loop decides.
+            is_last = self._best_model_filename is None or tracker.is_best_so_far()
+            self.best_weights.are_loaded = not is_last
             self._resume_state.finish_training()
             if self._checkpointer is not None:
                 # Callbacks may copy the directory in `on_end`, on any rank.

@@ -172,8 +172,7 @@ class Validation:
         except INTERRUPTIONS:
             resume_state.interrupt_validation()
             raise
-        if resume_state.has_finished_steps:
-            resume_state.finish_validation()
+        resume_state.finish_validation()
         return result
 
     def is_due(self) -> bool:
@@ -216,6 +215,7 @@ class Validation:
         trainer._step_metrics.finish_batch_metrics()
         trainer._weight_change_detector.raise_if_changed()
         trainer._distributed_metrics.all_reduce()
+        trainer._distributed_metrics.collect()  # before the attributes of metrics are kept
         paused = trainer._step_metrics.paused_progress_bar()
         with restored_state(model), torch.no_grad(), paused:
             model.get_metrics(reset=True)
@@ -234,9 +234,11 @@ class Validation:
                 reset=True,
             )
         step = progress.batches_in_epoch_completed
-        score = tracker.combined_score(validated)
-        # A run that continues after an unknown metric reads the same data again.
-        trainer._resume_state.finish_validation()
+        try:
+            score = tracker.combined_score(validated)
+        except UnknownMetricError:
+            trainer._resume_state.forget_validation()
+            raise
         tracker.add_metrics(validated)
         progress.validated_point = progress.point
         metrics: Dict[str, Any] = {"epoch": epoch, "batch": step}

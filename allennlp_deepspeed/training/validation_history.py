@@ -68,6 +68,10 @@ class ValidationHistory:
         if _has_position(self._data_loader):
             self._starts[self._progress.epochs_completed, step] = self._start
 
+    def forget(self, step: Optional[int]) -> None:
+        """Forgets the validation, whose data are read again by a run that continues."""
+        self._starts.pop((self._progress.epochs_completed, step), None)
+
     def fast_forward(self, step: Optional[int]) -> None:
         """
         Rereads the data of the validation after this step, if there was one. Every rank must call

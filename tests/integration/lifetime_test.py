@@ -121,6 +121,15 @@ def test_an_optimizer_keeps_the_learning_rates_of_a_resumed_training(tmp_path: P
     assert rates == pytest.approx([0.5 / 8, 0.02 / 8])
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_groups_behind_an_empty_one_keep_their_learning_rates(tmp_path: Path, stage: int):
+    task = with_optimizer("sgd")
+    groups = [{"params": [], "lr": 0.7}, *task.optimizer.param_groups]
+    task.optimizer = torch.optim.SGD(groups, lr=0.1)  # type: ignore[assignment]
+    train(task, tmp_path, DeepSpeedTrainer, deepspeed_config=config_of(stage))
+    assert [group["lr"] for group in task.optimizer.param_groups] == [0.7, 0.5, 0.02]
+
+
 def test_a_trainer_trains_once(tmp_path: Path):
     task = with_optimizer("sgd")
     trainer = DeepSpeedTrainer(**task.arguments(tmp_path), deepspeed_config=config_of(2))

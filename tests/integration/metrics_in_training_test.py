@@ -446,6 +446,37 @@ def test_a_metric_reads_the_counts_of_all_workers_from_one_in_it(metric: Any) ->
     assert actual == expected
 
 
+class MakesMetricsLate(WithReading):
+    """In the first step."""
+
+    def __init__(self) -> None:
+        super().__init__(CategoricalAccuracy())
+        self.metrics: Dict[str, Metric] = {}
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Dict[str, torch.Tensor]:  # type: ignore
+        self.metric = self.metrics.setdefault("of_step", CategoricalAccuracy())
+        logits = self.layer(x)
+        self.metric(logits, y)
+        return {"loss": nn.functional.cross_entropy(logits, y)}
+
+    def get_metrics(self, reset: bool = False) -> Metrics:
+        return {name: metric.get_metric(reset) for name, metric in self.metrics.items()}
+
+
+def test_metrics_that_are_made_late_count_on_after_a_validation() -> None:
+    def metrics_of_training(trainer: Any) -> Any:
+        return trainer.train()["training_of_step"]
+
+    validation = {"validation_data_loader": Batches(batches(0, 0)[:1])}
+    expected, actual = (
+        side(model=MakesMetricsLate, stage=stage, **validation, **more).on_all_ranks(
+            metrics_of_training
+        )
+        for stage, more in ((None, {}), (2, {"validate_every_num_batches": 1}))
+    )
+    assert actual == expected
+
+
 class Saving(TrainerCallback):
     """Asks for the state of the trainer on one worker, which waits for no other."""
 

@@ -408,6 +408,59 @@ def test_training_resumes_from_what_a_callback_has_saved(
         assert all((weights[name] == weights_expected[name]).all() for name in weights)
 
 
+class SavesNothing(DeepSpeedCheckpointer):
+    """But what it is asked for."""
+
+    def maybe_save_checkpoint(self, *args: Any) -> bool:
+        return False
+
+
+class ValidatesItself(TrainerCallback):
+    """After the first step, as there was no other way to within an epoch."""
+
+    def on_batch(self, trainer: Any, *args: Any, is_training: bool, **kwargs: Any) -> None:
+        if is_training and trainer.engine.global_steps == 1:
+            with torch.no_grad():
+                trainer._validation_loss(0)
+            trainer.model.train()
+
+
+class SavesElsewhere(TrainerCallback):
+    def on_epoch(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        DeepSpeedCheckpointer(self.serialization_dir).save_checkpoint(trainer)
+
+
+def side_of(directory: Path, kind: Type[DeepSpeedCheckpointer], callback: Any) -> Side:
+    return Side(
+        TwoLayers,
+        batches,
+        2,
+        2,
+        num_epochs=1,
+        validation_data_loader=Batches(batches(0)[:1]),
+        checkpointer=kind(directory, save_completed_epochs=False, save_every_num_batches=2),
+        callbacks=lambda: [callback],
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, callback, point",
+    [
+        (SavesNothing, SaveAt("epoch"), "e1_b0"),
+        (DeepSpeedCheckpointer, ValidatesItself(""), "e0_b2"),
+    ],
+)
+def test_what_is_due_is_saved(kind: Any, callback: Any, point: str, tmp_path: Path) -> None:
+    side_of(tmp_path, kind, callback).train(tmp_path)
+    assert [path.name for path in tmp_path.glob("checkpoint_*")] == [f"checkpoint_{point}"]
+
+
+def test_what_nothing_would_save_is_refused(tmp_path: Path) -> None:
+    side = side_of(tmp_path, SavesNothing, SavesElsewhere(str(tmp_path)))
+    (message,) = set(side.on_all_ranks(error_of_training, tmp_path))
+    assert message.startswith("RuntimeError")
+
+
 class Wide(Model):
     def __init__(self) -> None:
         super().__init__(Vocabulary())

@@ -158,9 +158,11 @@ class ModelSnapshot:
             vars(parameter).clear()
             vars(parameter).update(attributes)
         if self._optimizer is not None:
-            for (group, parameters), trained in zip(self._groups, self._optimizer.param_groups):
-                # Others, if the optimizer has been loaded from a checkpoint.
+            # DeepSpeed removes empty groups, and loading a checkpoint replaces the others.
+            groups = [group for group, parameters in self._groups if parameters]
+            for group, trained in zip(groups, self._optimizer.param_groups):
                 group.update(trained)
+            for group, parameters in self._groups:
                 group["params"] = parameters
             self._optimizer.param_groups[:] = [group for group, _ in self._groups]
             self._optimizer.state.clear()
