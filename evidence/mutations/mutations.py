@@ -116,8 +116,8 @@ _CHOSEN = [
     ),
     Mutation(
         "training/resume_state.py",
-        'set_random_states(state["random_states"])',
-        "pass",
+        'set_random_states(state["random_states"])\n        modules',
+        "modules",
         (
             "end_to_end/checkpoint_test.py::"
             "test_a_recovered_run_ends_as_an_uninterrupted_one[checkpoint_e1_b2-0]",
