@@ -24,6 +24,7 @@ from allennlp.common.cached_transformers import TransformerSpec
 from allennlp.common.util import hash_object
 from allennlp.data.data_loaders import data_collator, multiprocess_data_loader
 from allennlp.models import archival
+from allennlp.modules.seq2vec_encoders import cnn_encoder
 from allennlp.nn import util as nn_util
 from allennlp.training.callbacks import WandBCallback
 from allennlp.training.learning_rate_schedulers.pytorch_lr_schedulers import (
@@ -41,6 +42,7 @@ def apply() -> None:
     construct_reduce_on_plateau_without_verbose()
     allow_numpy_scalars_in_training_states()
     support_bf16_in_tiny_value_of_dtype()
+    mask_short_texts_of_cnns_in_any_precision()
     tell_cached_transformers_apart()
     show_progress_without_widgets()
     name_runs_of_wandb()
@@ -116,6 +118,19 @@ def support_bf16_in_tiny_value_of_dtype() -> None:
         for module in list(sys.modules.values()):  # some have imported the function itself
             if getattr(module, "tiny_value_of_dtype", None) is original:
                 module.tiny_value_of_dtype = tiny_value_of_dtype  # type: ignore[attr-defined]
+
+
+def mask_short_texts_of_cnns_in_any_precision() -> None:
+    """
+    Makes `CnnEncoder` find the filters that a text is too short for in half precision.
+
+    Works around AllenNLP 2.10.1: if a filter is longer than its text, its `CnnEncoder` adds the
+    smallest value of fp16 or bf16 to a feature, which makes the feature fp32, and sets to 0 what is
+    the smallest value of fp32. The feature stays at -65504 or -3e38. Gone when it is 0 in half
+    precision.
+    """
+    smallest = nn_util.min_value_of_dtype(torch.float32)
+    cnn_encoder.min_value_of_dtype = lambda dtype: smallest  # type: ignore[attr-defined]
 
 
 def tell_cached_transformers_apart() -> None:

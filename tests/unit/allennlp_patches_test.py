@@ -11,6 +11,7 @@ from allennlp.data.data_loaders.data_collator import DataCollator
 from allennlp.data.fields import TextField
 from allennlp.data.token_indexers import PretrainedTransformerIndexer
 from allennlp.data.tokenizers import PretrainedTransformerTokenizer
+from allennlp.modules.seq2vec_encoders import CnnEncoder
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
 
@@ -42,6 +43,19 @@ def test_tiny_value_of_bf16_is_that_of_fp32():
     assert tiny_value_of_dtype(torch.half) == 1e-4
     with pytest.raises(TypeError):
         tiny_value_of_dtype(torch.long)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_texts_that_are_shorter_than_a_filter_have_the_features_of_fp32(dtype: torch.dtype):
+    encoder = CnnEncoder(embedding_dim=5, num_filters=6, ngram_filter_sizes=(2, 3))
+    tokens = torch.randn(2, 4, 5)
+    mask = torch.tensor([[True] * 4, [True, False, False, False]])
+    expected = encoder(tokens, mask)
+    assert not expected[1].any()
+    with torch.autocast("cpu", dtype):
+        features = encoder(tokens, mask)
+    assert torch.allclose(features, expected, atol=0.03)
+    assert not features[1].any()
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])

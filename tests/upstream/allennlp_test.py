@@ -21,6 +21,7 @@ from allennlp.data.data_loaders.data_collator import LanguageModelingDataCollato
 from allennlp.data.dataset_readers import SequenceTaggingDatasetReader
 from allennlp.fairness import Separation, Sufficiency
 from allennlp.models.archival import archive_model
+from allennlp.modules.seq2vec_encoders import CnnEncoder
 from allennlp.nn.util import tiny_value_of_dtype
 from allennlp.training import GradientDescentTrainer
 from allennlp.training.callbacks import ConfidenceChecksCallback, WandBCallback
@@ -59,6 +60,14 @@ def test_training_states_with_numpy_scalars_cannot_be_loaded() -> bool:
 @worked_around_by("allennlp_patches.support_bf16_in_tiny_value_of_dtype")
 def test_masks_refuse_bf16() -> bool:
     return _fails(lambda: tiny_value_of_dtype(torch.bfloat16))
+
+
+@worked_around_by("allennlp_patches.mask_short_texts_of_cnns_in_any_precision")
+def test_a_text_that_is_shorter_than_a_filter_has_huge_features_in_half_precision() -> bool:
+    encoder = CnnEncoder(embedding_dim=1, num_filters=1, ngram_filter_sizes=(2,))
+    with torch.autocast("cpu", torch.bfloat16):
+        features = encoder(torch.ones(1, 2, 1), torch.tensor([[True, False]]))
+    return features.abs().max().item() > 1e38
 
 
 @worked_around_by("launch.log_files._discard_events")
