@@ -466,7 +466,10 @@ def in_a_line(text: str) -> str:
     frames = list(_FRAME.finditer(text))
     if not frames:
         return text
-    error = next(line for line in text[frames[-1].end() :].splitlines() if line[:1].strip())
+    # A process of a data loader has the traceback indented.
+    indent = max(1, frames[-1].group(0).index("F"))
+    lines = text[frames[-1].end() :].splitlines()
+    error = next((line.strip() for line in lines if line[:indent].strip()), text)
     packages = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     packages.append(os.path.dirname(allennlp_deepspeed.__file__))
     own = [frame for frame in frames if not frame.group(1).startswith(tuple(packages))]

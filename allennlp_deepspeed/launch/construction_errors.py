@@ -93,13 +93,14 @@ def _describe_in_constructor(
     ]
     if len(keys) != 1:
         return None
-    key, value = keys[0], values[keys[0]]
+    value = values[keys[0]]
+    key = f"{path}.{keys[0]}" if path else keys[0]
     if value is None:
-        return f"'{path}.{key}' is null: write a value, or remove the key ({shortened(error)})"
+        return f"'{key}' is null: write a value, or remove the key ({shortened(error)})"
     constants = [c for const in frames[-1].f_code.co_consts for c in _flat(const)]
     meant = nearest(value, constants) if isinstance(value, str) else None
     hint = f'; did you mean "{meant}"?' if meant is not None else unquoted(value)
-    return f"'{path}.{key}' is {as_json(value)}: {shortened(error)}{hint}"
+    return f"'{key}' is {as_json(value)}: {shortened(error)}{hint}"
 
 
 def _has_word(text: str, word: Any) -> bool:
@@ -378,8 +379,10 @@ def _reasons(error: BaseException) -> str:
 def shortened(error: BaseException) -> str:
     """Returns the type of an error and the first lines of its message."""
     text = _text(error)
-    # Without the stack of a C++ error.
-    lines = [line for line in text.partition("\nException raised from")[0].splitlines() if line]
+    # Without the stack of a C++ error, or of a process of the data loader.
+    for stack in ("\nException raised from", "\n\n  Traceback from worker:"):
+        text = text.partition(stack)[0]
+    lines = [line for line in text.splitlines() if line]
     first = "\n".join(lines[:_MAX_LINES])[:_MAX_LENGTH].strip()
     if isinstance(error, ConfigurationError):
         return first
