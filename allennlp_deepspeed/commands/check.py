@@ -62,8 +62,10 @@ def run(args: argparse.Namespace) -> None:
                     print(f"Warning: {line}.")
         except ConfigurationError as error:
             print(f"Not for this machine: {error.message}")
-        metrics = "" if dry_run.metrics else ", and names in 'validation_metric'"
-        print(f"Not checked without --try: the first steps{metrics}.")
+        unchecked = [] if args.compare else ["the first steps"]
+        unchecked += [] if dry_run.metrics else ["names in 'validation_metric'"]
+        if unchecked:
+            print(f"Not checked without --try: {', and '.join(unchecked)}.")
     else:
         num_instances = resolved["train_batch_size"]
         states = states or _states(params, dry_run)

@@ -19,11 +19,13 @@ import torch
 from allennlp.commands.train import TrainModel
 from allennlp.common import Params
 from allennlp.common.checks import ConfigurationError
+from allennlp.common.file_utils import is_url_or_existing_file
 from allennlp.common.meta import META_NAME, Meta
 from allennlp.common.tqdm import Tqdm
 from allennlp.data import DataLoader, DatasetReader, Instance, Vocabulary
 from allennlp.models import Model
 from allennlp.models.archival import CONFIG_NAME
+from allennlp.modules.token_embedders.embedding import parse_embeddings_file_uri
 from allennlp.nn import InitializerApplicator
 from allennlp.training.callbacks import TrainerCallback
 from allennlp.training.learning_rate_schedulers import LearningRateScheduler
@@ -277,6 +279,7 @@ class DryRun:
     def _construct_model(self, vocabulary: Vocabulary, directory: str) -> Optional[Model]:
         self._construct_initializers(self._config["model"], "model")
         with self._collect("model"), self._find_unknown_namespaces(vocabulary):
+            self._find_missing_embeddings()
             try:
                 model = construct_without_weights(self._params, vocabulary, directory)
             except ConfigurationError as error:
@@ -301,6 +304,22 @@ class DryRun:
             )
             return model
         return None
+
+    def _find_missing_embeddings(self) -> None:
+        """Finds files of AllenNLP's embeddings that don't exist. They aren't read."""
+        for path, section in values_in(self._config["model"], "model"):
+            # The default of token embedders; a class of the user's may have a key of this name.
+            default = "embedding" if path.split(".")[-2] == "token_embedders" else None
+            if not isinstance(section, dict) or section.get("type", default) != "embedding":
+                continue
+            file = section.get("pretrained_file")
+            if isinstance(file, str) and not is_url_or_existing_file(
+                parse_embeddings_file_uri(file).main_file_uri
+            ):
+                self._errors.add(
+                    f"'{path}.pretrained_file' is {as_json(file)}, which doesn't exist (the "
+                    f"working directory is {os.getcwd()})"
+                )
 
     @contextmanager
     def _find_unknown_namespaces(self, vocabulary: Vocabulary) -> Iterator[None]:

@@ -67,7 +67,7 @@ def resolve_worker_batch_size(
         )
     elif settings.micro_batch_size not in (None, share):
         errors.add(
-            f"'data_loader.batch_size' is {settings.micro_batch_size}, but with "
+            f"'{settings.micro_batch_size_key}' is {settings.micro_batch_size}, but with "
             f"'trainer.global_batch_size' {size} each of {workers} workers reads {share} "
             f"instances per step, and splits them into micro-batches: write {share}"
         )

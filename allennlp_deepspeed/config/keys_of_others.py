@@ -184,17 +184,19 @@ _ANYWHERE: Dict[str, str] = {
     "label_smoothing_factor": "remove it (the model computes the loss)",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "write 'trainer.optimizer.betas'"),
     **dict.fromkeys(
-        ("accelerator", "devices", "gpus", "no_cuda", "use_cpu"),
+        ("accelerator", "cuda_devices", "devices", "gpus", "no_cuda", "use_cpu"),
         "write 'distributed.cuda_devices', such as [0, 1], or 'trainer.cuda_device'",
     ),
     **dict.fromkeys(
         ("eval_steps", "eval_strategy", "evaluation_strategy", "val_check_interval"),
-        "write 'trainer.validate_every_num_batches', in optimizer steps",
+        "remove it to validate after each epoch, or write 'trainer.validate_every_num_batches', "
+        "in optimizer steps",
     ),
     **dict.fromkeys(
         ("fsdp", "fsdp_config", "strategy"),
         'write \'trainer.deepspeed_config\', such as "zero_2" or "zero_3"',
     ),
+    "enable_checkpointing": "write 'trainer.checkpointer': null for no checkpoints, or remove it",
     "torch_dtype": 'write "bf16" or "fp16" in \'trainer.deepspeed_config\'',
     "freeze": "write 'trainer.no_grad'",
     "num_labels": "remove it (the vocabulary counts the labels)",
@@ -210,7 +212,7 @@ _ANYWHERE: Dict[str, str] = {
             *("label_names", "length_column_name", "load_best_model_at_end", "logging_strategy"),
             *("logging_first_step", "neftune_noise_alpha", "push_to_hub", "tf32"),
             *("remove_unused_columns", "torch_empty_cache_steps"),
-            *("benchmark", "deterministic", "enable_checkpointing", "enable_model_summary"),
+            *("benchmark", "deterministic", "enable_model_summary"),
             *("enable_progress_bar", "local_rank", "min_epochs", "num_sanity_val_steps"),
             *("sync_batchnorm", "world_size"),
         ),

@@ -167,7 +167,7 @@ def _resolve_batch_sizes(
         errors,
     )
     micro_batch_size = resolve_value(
-        "data_loader.batch_size",
+        settings.micro_batch_size_key,
         settings.micro_batch_size,
         config,
         "train_micro_batch_size_per_gpu",

@@ -1,11 +1,12 @@
 """Collects the settings that DeepSpeed's configuration is filled from."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
 from allennlp_deepspeed.config.declared_keys import EngineKeys
+from allennlp_deepspeed.config.schema_validation import lookup
 from allennlp_deepspeed.deepspeed_api import DeepSpeedZeroConfig
 
 DEFAULT_TYPE = "of the default type"
@@ -37,6 +38,8 @@ class TrainerSettings(EngineKeys):
         The registered name or the class name of the AllenNLP scheduler.
     micro_batch_size : `int`, optional (default = `None`)
         The data loader's batch size. `None` if it is unknown or varies.
+    micro_batch_size_key : `str`, optional (default = `"data_loader.batch_size"`)
+        Where the config has it.
     num_epochs : `int`, optional (default = `None`)
     batches_per_epoch : `int`, optional (default = `None`)
         The length of an epoch in micro-batches.
@@ -56,6 +59,7 @@ class TrainerSettings(EngineKeys):
     learning_rate: Union[float, List[float], None] = None
     learning_rate_scheduler: Optional[str] = None
     micro_batch_size: Optional[int] = None
+    micro_batch_size_key: str = "data_loader.batch_size"
     num_epochs: Optional[int] = None
     batches_per_epoch: Optional[int] = None
     world_size: int = 1
@@ -95,12 +99,14 @@ class TrainerSettings(EngineKeys):
         learning_rate = optimizer.get("lr", 1.0) if isinstance(optimizer, dict) else 1.0
         if optimizer is None and "optimizer" in deepspeed_config:
             learning_rate = None  # DeepSpeed's own section sets it
+        size_key, micro_batch_size = _batch_size(config.get("data_loader"))
         return cls(
             **cls._keys(trainer),
             optimizer=registered_name(optimizer),
             learning_rate=learning_rate,
             learning_rate_scheduler=registered_name(trainer.get("learning_rate_scheduler")),
-            micro_batch_size=_batch_size(config.get("data_loader")),
+            micro_batch_size=micro_batch_size,
+            micro_batch_size_key=size_key,
             num_epochs=trainer.get("num_epochs", 20),
             batches_per_epoch=1,
             **others,
@@ -226,14 +232,13 @@ def fixed_size(batch_size: Any) -> Optional[int]:
     return batch_size if isinstance(batch_size, int) and batch_size > 0 else None
 
 
-def _batch_size(data_loader: Any) -> Optional[int]:
-    if not isinstance(data_loader, dict):
-        return None
-    sampler = data_loader.get("batch_sampler")
-    batch_size = data_loader.get("batch_size")
-    if batch_size is None and isinstance(sampler, dict):
-        batch_size = sampler.get("batch_size")
-    return fixed_size(batch_size)
+def _batch_size(data_loader: Any) -> Tuple[str, Optional[int]]:
+    """Returns the key of a data loader's batch size, and the size."""
+    for key in ("data_loader.batch_size", "data_loader.batch_sampler.batch_size"):
+        size = lookup({"data_loader": data_loader}, key)
+        if size is not None:
+            return key, fixed_size(size)
+    return "data_loader.batch_size", None
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer) -> Union[float, List[float], None]:

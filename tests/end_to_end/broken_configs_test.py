@@ -23,6 +23,10 @@ LOADER = '"data_loader": {"batch_sampler": {"type": "bucket", "batch_size": batc
 SIZE = '"batch_size": batch_size'
 TEST = '"evaluate_on_test": true,'
 DROPOUT = '"dropout": 0.1,'
+INDEXER = (
+    '{"type": "pretrained_transformer_mismatched", "model_name": transformer, "max_length": 32}'
+)
+EMBEDDER = INDEXER.replace("}", ', "train_parameters": true}')
 SCHEDULER = (
     '"learning_rate_scheduler": {"type": "slanted_triangular", "num_epochs": epochs, '
     '"num_steps_per_epoch": 20},'
@@ -35,6 +39,11 @@ def trainer(text: str) -> Tuple[str, str]:
 
 def engine(text: str) -> Tuple[str, str]:
     return ENGINE, f'"deepspeed_config": {{"type": "zero_2", {text}}},'
+
+
+def pretrained(file: str) -> Tuple[str, str]:
+    embedding = f'{{"embedding_dim": 32, "pretrained_file": "{file}"}}'
+    return BASE, BASE.replace(INDEXER, '{"type": "single_id"}').replace(EMBEDDER, embedding)
 
 
 # What replaces what, in the text of the config.
@@ -118,6 +127,8 @@ REFUSED: Dict[str, Tuple[str, str]] = {
     "rate of null": ('"lr": lr, ', '"lr": null, '),
     "typo at the top level": ('"validation_data_loader"', '"validation_dataloader"'),
     "key of AllenNLP 1 at the top level": (TEST, '"iterator": {"type": "basic"},'),
+    "file of an embedding": pretrained("(glove.zip)#glove.txt"),
+    "devices in the trainer": trainer('"cuda_devices": [0, 1]'),
     "size of the encoder": ('"input_size": 32', '"input_size": 768'),
     "size of the feed-forward network": (
         DROPOUT,
@@ -180,6 +191,8 @@ WARNED: Dict[str, Tuple[str, str]] = {
 VALID: Dict[str, Tuple[str, str]] = {
     "as it is": ("", ""),
     "an import that isn't used": ("local lr", 'local x = import "nope.jsonnet";\nlocal lr'),
+    "file of an embedding": pretrained("(data/train.jsonl)#glove.txt"),
+    "address of an embedding": pretrained("https://example.com/glove.txt"),
     "a GPU that this machine lacks": trainer('"cuda_device": 0'),
     "a batch of more instances than are read": (SIZE, '"batch_size": 90, "drop_last": true'),
 }
@@ -310,6 +323,21 @@ def test_trying_shows_what_only_a_training_does(
     text = "\n".join(lines).replace(str(REPOSITORY), "REPOSITORY")
     expect_message(re.sub(r"line \d+", "line N", text))
     assert os.listdir(tmp_path) == ["config.jsonnet"]
+
+
+@pytest.mark.parametrize("workers", ["", '"distributed": {"cuda_devices": [-1, -1]},'])
+@pytest.mark.parametrize("reader", ["polarity_indexed_early", "polarity_without_processes"])
+def test_trying_shows_what_a_process_of_the_data_loader_raises(
+    reader: str, workers: str, check: Check, expect_message: Callable[[str], None]
+) -> None:
+    config = BASE.replace("polarity_jsonl", reader).replace(
+        LOADER, LOADER.replace('{"batch', '{"num_workers": 1, "batch')
+    )
+    run = check((BASE, config.replace(TEST, workers)), "--try")
+    assert run.returncode == 1, run.output
+    assert "Traceback" not in run.output
+    text = "\n".join(line for line in run.output.splitlines() if "trial failed" in line)
+    expect_message(re.sub(r"line \d+", "line N", text.replace(str(REPOSITORY), "REPOSITORY")))
 
 
 WORKERS = (
