@@ -122,7 +122,8 @@ def support_bf16_in_tiny_value_of_dtype() -> None:
 
 def mask_short_texts_of_cnns_in_any_precision() -> None:
     """
-    Makes `CnnEncoder` find the filters that a text is too short for in half precision.
+    Makes `CnnEncoder` have features of 0, in half precision too, where a filter is longer than the
+    text: models with an encoder of characters have them for each word of one or two letters.
 
     Works around AllenNLP 2.10.1: if a filter is longer than its text, its `CnnEncoder` adds the
     smallest value of fp16 or bf16 to a feature, which makes the feature fp32, and sets to 0 what is
